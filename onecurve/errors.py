@@ -1,0 +1,37 @@
+"""The errors of this library: one type per exit code, each a single clear line for the person who sees it."""
+
+
+class OnecurveError(Exception):
+    """Base of every error raised on purpose. `exit_code` is what the command ends with."""
+
+    exit_code = 3
+
+
+class CheckFailed(OnecurveError):
+    """A comparison or an invariant did not hold (exit 1)."""
+
+    exit_code = 1
+
+
+class InputError(OnecurveError):
+    """Bad input: what, where, what is allowed, and the cure, in one line (exit 2)."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A config key or value that is unknown, out of range, or not built yet."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint that is missing, damaged, foreign, or newer than this version."""
+
+
+class RunFailed(OnecurveError):
+    """A rank failed; the message names the first rank's real error (exit 3)."""
+
+
+class Stopped(OnecurveError):
+    """The run stopped early on request; its state is saved (exit 75)."""
+
+    exit_code = 75
