@@ -5,6 +5,7 @@ class OnecurveError(Exception):
     """Base of every error raised on purpose. `exit_code` is what the command ends with."""
 
     exit_code = 3
+    rank: int | None = None  # the rank that raised it, where the launcher knows
 
 
 class CheckFailed(OnecurveError):
@@ -29,6 +30,10 @@ class CheckpointError(InputError):
 
 class RunFailed(OnecurveError):
     """A rank failed; the message names the first rank's real error (exit 3)."""
+
+
+class PeerLost(OnecurveError):
+    """Another rank is gone or silent. Secondary: the launcher blames it on that rank, never on the one that noticed."""
 
 
 class Stopped(OnecurveError):
