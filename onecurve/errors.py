@@ -5,6 +5,7 @@ class OnecurveError(Exception):
     """Base of every error raised on purpose. `exit_code` is what the command ends with."""
 
     exit_code = 3
+    rank: int | None = None  # the rank that raised it, where the launcher knows
 
 
 class CheckFailed(OnecurveError):
@@ -31,7 +32,15 @@ class RunFailed(OnecurveError):
     """A rank failed; the message names the first rank's real error (exit 3)."""
 
 
+class PeerLost(OnecurveError):
+    """Another rank is gone or silent. Secondary: the launcher blames it on that rank, never on the one that noticed."""
+
+
 class Stopped(OnecurveError):
     """The run stopped early on request; its state is saved (exit 75)."""
 
     exit_code = 75
+
+
+class PeerLost(OnecurveError):
+    """Another rank closed its connection or did not answer in time: a consequence, never the first cause."""

@@ -1,0 +1,180 @@
+"""Break it yourself: small faults at a chosen rank, step and place, for rehearsals and tests.
+
+From the command line, through the environment:
+
+    ONECURVE_FAULTS='kill:rank=3,step=12,place=save' onecurve train configs/demo.toml
+
+From Python: `arm(["raise:rank=1,place=forward"])`, `disarm()`. Several faults are parted by `;`. The code under test
+calls `at(place)` where it may be hit and `poison(tensor, place)` where a tensor may be spoilt; while nothing is armed
+both cost one comparison.
+
+| action | does |
+|---|---|
+| `kill` | SIGKILL to this process (`signal=TERM` … another signal) |
+| `stop` | SIGSTOP to this process |
+| `hang` | sleeps for ever |
+| `exit` | `os._exit(code)`, `code=0` by default: leaves without a word |
+| `raise` | raises `InjectedFault` |
+| `io` | raises OSError, `error=ENOSPC` by default, or `EIO` … |
+| `poison` | writes `value=nan` (or inf, -inf, a number) to element `index=0` of the tensor at the place |
+
+Filters: `rank`, `step`, `place` (each: any where left out); `after=N` skips the first N hits in a process; `times=N`
+fires at most N times in a process (default 1; 0 = every time); `once=FILE` fires only if FILE can be created, so once
+over all ranks and restarts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from onecurve.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENVIRONMENT = "ONECURVE_FAULTS"
+ACTIONS = ("kill", "stop", "hang", "exit", "raise", "io", "poison")
+_INTEGERS = ("rank", "step", "after", "times", "code", "index")
+_OPTIONS = {"kill": ("signal",), "exit": ("code",), "io": ("error",), "poison": ("value", "index")}
+_FILTERS = ("rank", "step", "place", "after", "times", "once")
+
+
+class InjectedFault(RuntimeError):
+    """Raised by an armed `raise` fault."""
+
+
+@dataclass
+class Fault:
+    """One armed fault; see the module's table."""
+
+    action: str
+    rank: int | None = None
+    step: int | None = None
+    place: str | None = None
+    after: int = 0
+    times: int = 1
+    once: str | None = None
+    code: int = 0
+    error: str = "ENOSPC"
+    value: float = float("nan")
+    index: int = 0
+    signal: str = "KILL"
+    fired: int = 0
+
+    def matches(self, place: str, rank: int | None, step: int | None) -> bool:
+        """Whether this fault fires here and now; counts hits, and claims the marker file of `once`."""
+        if self.place not in (None, place) or self.rank not in (None, rank) or self.step not in (None, step):
+            return False
+        if self.after > 0:
+            self.after -= 1
+            return False
+        if self.times and self.fired >= self.times:
+            return False
+        if self.once is not None:
+            try:
+                os.close(os.open(self.once, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            except FileExistsError:
+                return False
+        self.fired += 1
+        return True
+
+
+# Process-wide on purpose: a fault is armed from outside, and the code under test must not carry it through its calls.
+armed: list[Fault] = []
+_rank: int | None = None
+_step: int | None = None
+
+
+def parse(spec: str) -> Fault:
+    """One fault from `action:key=value,key=value`. Raises InputError with what is allowed."""
+    action, _, rest = spec.strip().partition(":")
+    if action not in ACTIONS:
+        raise InputError(f"fault {spec!r}: unknown action {action!r}; allowed: {', '.join(ACTIONS)}")
+    allowed = _FILTERS + _OPTIONS.get(action, ())
+    fault = Fault(action)
+    for item in filter(None, rest.split(",")):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if key not in allowed or not equals:
+            raise InputError(f"fault {spec!r}: unknown option {item!r}; allowed for {action}: {', '.join(allowed)}")
+        try:
+            setattr(fault, key, int(value) if key in _INTEGERS else float(value) if key == "value" else value)
+        except ValueError:
+            raise InputError(f"fault {spec!r}: {key} must be a number, not {value!r}") from None
+    if action == "io" and not hasattr(errno, fault.error):
+        raise InputError(f"fault {spec!r}: unknown error {fault.error!r}; use a name from errno, such as ENOSPC or EIO")
+    if action == "kill" and not hasattr(signal, f"SIG{fault.signal}"):
+        raise InputError(f"fault {spec!r}: unknown signal {fault.signal!r}; use a name such as KILL, TERM or SEGV")
+    return fault
+
+
+def arm(specs: str | Iterable[str | Fault]) -> None:
+    """Arm these faults in place of those that were armed. Ranks forked later inherit them."""
+    items = specs.split(";") if isinstance(specs, str) else list(specs)
+    faults = [item if isinstance(item, Fault) else parse(item) for item in items if item]
+    armed[:] = faults
+
+
+def disarm() -> None:
+    armed.clear()
+
+
+def arm_from_environment() -> None:
+    """Arm what ONECURVE_FAULTS says, if anything and if nothing is armed yet."""
+    if not armed and (specs := os.environ.get(ENVIRONMENT, "").strip()):
+        arm(specs)
+
+
+def here(rank: int | None, step: int | None) -> None:
+    """The rank and step that `at` and `poison` assume where they are not told."""
+    global _rank, _step
+    _rank, _step = rank, step
+
+
+def at(place: str, *, rank: int | None = None, step: int | None = None) -> None:
+    """A point that a fault may hit."""
+    if not armed:
+        return
+    rank = _rank if rank is None else rank
+    step = _step if step is None else step
+    for fault in armed:
+        if fault.action != "poison" and fault.matches(place, rank, step):
+            _fire(fault, f"rank={rank}, step={step}, place={place}")
+
+
+def poison(tensor: Tensor, place: str, *, rank: int | None = None, step: int | None = None) -> Tensor:
+    """Spoil one element of `tensor` in place if a fault says so; any shape and floating dtype. Returns `tensor`."""
+    if not armed:
+        return tensor
+    rank = _rank if rank is None else rank
+    step = _step if step is None else step
+    for fault in armed:
+        if fault.action == "poison" and tensor.numel() and fault.matches(place, rank, step):
+            rest, where = fault.index % tensor.numel(), []
+            for size in reversed(tensor.shape):
+                rest, last = divmod(rest, size)
+                where.append(last)
+            tensor.detach()[tuple(reversed(where))] = fault.value
+    return tensor
+
+
+def _fire(fault: Fault, where: str) -> None:
+    if fault.action == "kill":
+        os.kill(os.getpid(), getattr(signal, f"SIG{fault.signal}"))
+    elif fault.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.action == "hang":
+        while True:
+            time.sleep(3600)
+    elif fault.action == "exit":
+        os._exit(fault.code)
+    elif fault.action == "io":
+        number = getattr(errno, fault.error)
+        raise OSError(number, f"{os.strerror(number)} (injected at {where})")
+    else:
+        raise InjectedFault(f"injected at {where}")

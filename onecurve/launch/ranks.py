@@ -1,0 +1,116 @@
+"""Run one worker function on every local rank, and come back with the results or with the real reason."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from onecurve import faults
+from onecurve.errors import InputError, RunFailed, Stopped
+from onecurve.launch import blame
+from onecurve.launch.crew import Crew, Worker
+from onecurve.launch.signals import StopSignals
+from onecurve.launch.watchdog import Watchdog
+
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 1.0  # a rank lost its peer: so long may the cause take to show
+GRACE_SECONDS = 2.0  # between telling survivors to leave and killing them
+GROUP_MARGIN_SECONDS = 30.0  # the watchdog speaks before a collective's own time-out does
+
+Progress = Callable[[int, "int | None", str], None]
+
+
+def run_ranks(
+    worker: Worker,
+    world: int,
+    *,
+    folder: Path,
+    stall_seconds: float = 300.0,
+    threads: int = 1,
+    progress: Progress | None = None,
+    on_signal: str = "stop",
+    group: bool | None = None,
+    backend: str = "gloo",
+    start: str | None = None,
+    lifeline: bool = False,
+    limit_seconds: float | None = None,
+) -> list[Any]:
+    """Call `worker(context)` on `world` ranks of this host; their JSON-able results in rank order.
+
+    Each rank runs `torch.set_num_threads(threads)` and, where `group` says so (by default: world > 1), has joined a
+    torch.distributed group over `backend`, bound to loopback. `start` is "fork" (default) or "spawn" (default where
+    threads > 1 or the backend is not gloo: a forked child cannot use a second thread or CUDA safely; the worker must
+    then be a top-level function). `progress(step, total, text)` is called in this process when rank 0 reports.
+    `on_signal` = "stop": the first SIGTERM or SIGINT sets `context.stop_requested` on all ranks, a second ends
+    everything; "kill": the first ends everything. `lifeline` ties ranks to this process by a pipe also on Linux.
+    `limit_seconds` ends the whole call like a hang, with the stacks.
+
+    Raises RunFailed with the first real error (rank, type, message, traceback) or the rank that vanished or hung;
+    CheckFailed and InputError as a rank raised them; Stopped on request. `folder/errors/rank-N.json` holds each rank's
+    own error. No process is left in any case.
+    """
+    if world < 1:
+        raise InputError(f"world = {world}: at least one rank")
+    if on_signal not in ("stop", "kill"):
+        raise InputError(f"on_signal = {on_signal!r}: allowed are 'stop' and 'kill'")
+    faults.arm_from_environment()
+    blame.clear_records(folder)
+    start = start or ("spawn" if threads > 1 or backend != "gloo" else "fork")
+    if start == "fork":
+        # Imported once here, not once in each rank.
+        import torch
+        import torch.distributed
+
+        # A pool of threads made here would not exist in the forked ranks, which hang waiting for it.
+        torch.set_num_threads(1)
+    seats: dict[str, Any] = {
+        "group": world > 1 if group is None else group,
+        "backend": backend,
+        "timeout": stall_seconds + GROUP_MARGIN_SECONDS,
+        "threads": threads,
+    }
+    with Crew(worker, world, folder, start=start, lifeline=lifeline, **seats) as crew:
+        return _supervise(crew, Watchdog(crew, stall_seconds, limit_seconds), progress, on_signal)
+
+
+def _supervise(crew: Crew, watchdog: Watchdog, progress: Progress | None, on_signal: str) -> list[Any]:
+    trouble_at = 0.0
+    shown: tuple[int, int | None, str] | None = None
+    with StopSignals(crew.board, at_once=on_signal == "kill") as signals:
+        while crew.running:
+            crew.poll(POLL_SECONDS)
+            now = time.monotonic()
+            if signals.abort:
+                crew.kill()
+                name = signal.Signals(signals.abort).name
+                raise Stopped(f"ended at once by {name}; the newest checkpoint stays whole")
+            records = [member.record for member in crew.members if member.record is not None]
+            failures = [record for record in records if record["exit_code"] != Stopped.exit_code]
+            vanished = [member for member in crew.members if member.ending and member.ending.vanished]
+            if failures or vanished:
+                trouble_at = trouble_at or now
+                settled = vanished or any(not record["secondary"] for record in failures)
+                if settled or now - trouble_at > SETTLE_SECONDS:
+                    crew.tell()
+            elif finding := watchdog.look():
+                crew.kill()
+                print(f"{finding.line}\n{finding.stacks}", file=sys.stderr, flush=True)
+                error = RunFailed(finding.line)
+                error.rank = finding.rank
+                raise error
+            if crew.told_at and now - crew.told_at > GRACE_SECONDS:
+                crew.kill()
+            if progress is not None:
+                board = crew.board
+                current = (board.step(0), board.total(0), board.text(0))
+                if current != shown and current != (0, None, ""):
+                    progress(*current)
+                    shown = current
+    verdict = blame.verdict([member.ending for member in crew.members if member.ending])
+    if verdict is not None:
+        raise verdict
+    return [member.result for member in crew.members]
