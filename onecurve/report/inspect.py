@@ -1,0 +1,1 @@
+"""A checkpoint's manifest as a table, and its hashes checked."""
