@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onecurve.data.corpus import Corpus, as_corpus
+from onecurve.data.corpus import Corpus, as_corpus, check_windows
 from onecurve.data.permutation import permuted
-from onecurve.errors import InputError
 
 
 class Batch(NamedTuple):
@@ -81,21 +80,3 @@ def cut_windows(tokens: np.ndarray, indices: np.ndarray, context: int) -> Batch:
     ids = tokens[indices[:, None] * context + np.arange(context + 1)].astype(np.int64)
     # Copies, not views of one tensor: the strides of what the model sees must not depend on how it was cut.
     return Batch(torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy()))
-
-
-def check_windows(corpus: Corpus, context: int, needed: int) -> None:
-    """Raises InputError where `corpus` has fewer than `needed` (at least 1) windows."""
-    tokens, windows = len(corpus.tokens), corpus.windows(context)
-    where = f"{corpus.name}, {corpus.split} part"
-    if tokens == 0:
-        raise InputError(f"{where}: it is empty (0 tokens); training needs at least {context + 1}: prepare more text")
-    if windows == 0:
-        raise InputError(
-            f"{where}: its {tokens} tokens are shorter than one window of context + 1 = {context + 1}; "
-            f"prepare more text or set model.context to at most {tokens - 1}"
-        )
-    if windows < needed:
-        raise InputError(
-            f"{where}: its {tokens} tokens make {windows} windows of {context}, but one step draws {needed} "
-            f"(leaves x accumulate x micro_batch); prepare at least {needed * context + 1} tokens or lower these three"
-        )
