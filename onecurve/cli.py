@@ -17,6 +17,7 @@ import typer
 
 from onecurve import __version__
 from onecurve.errors import CheckFailed, InputError, OnecurveError
+from onecurve.report.console import printable
 
 app = typer.Typer(
     name="onecurve",
@@ -121,22 +122,45 @@ def inspect(
     check: Annotated[bool, typer.Option("--check", help="Verify every hash.")] = False,
 ) -> int:
     """Show a checkpoint's manifest as a table."""
-    from onecurve.report.inspect import inspect_lines
+    from onecurve.report.inspect import inspect_checkpoint
 
-    _print(inspect_lines(checkpoint, check=check))
-    return 0
+    lines, problems = inspect_checkpoint(checkpoint, check=check)
+    _print(lines)
+    if check:
+        _print(["", *(f"WRONG  {problem}" for problem in problems)] if problems else ["", "WHOLE  every hash is right"])
+    return CheckFailed.exit_code if problems else 0
 
 
 @app.command()
 def prepare(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files or folders.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files, or folders of them.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new corpus folder.")],
-    glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "*",
-    tokenizer: Annotated[str, typer.Option(help="'bytes' or 'bpe'.")] = "bytes",
-    vocab: Annotated[int | None, typer.Option(metavar="N", help="Vocabulary of a BPE tokenizer.")] = None,
+    glob: Annotated[list[str], typer.Option(metavar="PATTERN", help="What of a folder [default: *.txt].")] = [],  # noqa: B006
+    exclude: Annotated[list[str], typer.Option(metavar="PATTERN", help="Which not; repeatable.")] = [],  # noqa: B006
+    tokenizer: Annotated[str, typer.Option(metavar="NAME", help="byte, or bpe with --vocab.")] = "byte",
+    vocab: Annotated[int | None, typer.Option(metavar="N", help="Size of a BPE vocabulary.")] = None,
+    val_fraction: Annotated[float, typer.Option("--val-fraction", metavar="F", help="Share held out.")] = 0.05,
 ) -> int:
     """Turn text into a corpus."""
-    raise _not_built("prepare")
+    from onecurve.data.prepare import prepare as prepare_corpus
+    from onecurve.report.console import ByteProgress
+    from onecurve.report.corpus import prepared_lines
+
+    with ByteProgress() as progress:
+        made = prepare_corpus(
+            paths,
+            out,
+            glob=glob or ["*.txt"],
+            exclude=exclude,
+            tokenizer=tokenizer,
+            vocab=vocab,
+            val_fraction=val_fraction,
+            progress=progress.update,
+        )
+    for note in made.notes:
+        _complain(note)
+    _print(prepared_lines(made))
+    return 0
 
 
 @app.command()
@@ -170,22 +194,28 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal without our characters is no failure
     try:
-        code = typer.main.get_command(app).main(args=arguments, prog_name="onecurve", standalone_mode=False)
+        # not click's own main(): it answers a broken pipe with 1 and an interrupt with 130
+        command = typer.main.get_command(app)
+        with command.make_context("onecurve", list(sys.argv[1:] if arguments is None else arguments)) as context:
+            code = command.invoke(context)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
+    except typer.Exit as done:
+        sys.stdout.flush()
+        return done.exit_code
     except BrokenPipeError:
         # the interpreter flushes stdout once more as it ends; give it somewhere to write to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OnecurveError as error:
         text = str(error)
-        _complain(_one_line(text) if error.exit_code == InputError.exit_code else text)
+        _complain(printable(text.strip()) if error.exit_code == InputError.exit_code else text)
         return error.exit_code
     except USAGE_ERRORS as error:
-        context: Any = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "onecurve"
+        place: Any = getattr(error, "ctx", None)
+        path = place.command_path if place is not None else "onecurve"
         message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        _complain(_one_line(f"{message}. See {command} --help."))
+        _complain(printable(f"{message}. See {path} --help."))
         return InputError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted")
@@ -226,11 +256,6 @@ def _complain(text: str) -> None:
         print(f"onecurve: {text}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-
-
-def _one_line(text: str) -> str:
-    """Line breaks and terminal controls (a file's name may hold them) become visible escapes."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.strip())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, left: Ite
     return lines
 
 
+def printable(text: str) -> str:
+    """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def human_bytes(count: float) -> str:
     """Bytes with a binary unit: 89472 -> '87.4 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -85,19 +90,48 @@ class Progress:
         self.close()
 
 
-def _bar(stream: TextIO, total: int, start: int) -> tuple[Any, Any]:
+class ByteProgress:
+    """Progress of work that is counted in bytes: a bar on a terminal, one line per kind of work off one."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self._what, self._drawn = "", 0.0
+        self._bar: Any = None
+        if self.stream.isatty():
+            self._bar, self._task = _bar(self.stream, 0, 0, steps=False)
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """`what` is being done; `done` of `total` bytes are."""
+        now = time.monotonic()
+        if self._bar is None:
+            if what != self._what:
+                print(f"{what}: {human_bytes(total)}", file=self.stream, flush=True)
+        elif what != self._what or done >= total or now - self._drawn >= 0.1:
+            self._drawn = now
+            left = f"{human_bytes(done)} of {human_bytes(total)}"
+            # `total` 0 would draw a bar that pulses
+            self._bar.update(self._task, completed=done, total=max(1, total), loss=what, left=left, refresh=True)
+        self._what = what
+
+    def __enter__(self) -> ByteProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar(stream: TextIO, total: int, start: int, *, steps: bool = True) -> tuple[Any, Any]:
     # rich costs 40 ms: only where there is a terminal to draw on
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    columns = [
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TextColumn("{task.fields[speed]}"),
-        TextColumn("{task.fields[left]}"),
-    ]
+    columns = [BarColumn(), *(TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "speed", "left"))]
+    if steps:
+        columns.insert(0, TextColumn("step {task.completed}/{task.total}"))
     bar = Bar(*columns, console=Console(file=stream), auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
     task = bar.add_task("", total=total, completed=start, loss="", speed="", left="")
     bar.start()
