@@ -30,7 +30,7 @@ from onecurve.train.memory import STATE, RankMemory, aggregate, measure
 RANKS, STEPS, SAVE_AT = 4, 20, 10
 LAYERS, WIDTH, HEADS, VOCAB, CONTEXT, BATCH = 2, 32, 4, 64, 16, 4
 SEED = 41
-TOKENS = 1 << 14
+TOKENS = 4096 * CONTEXT + 1  # the size that `data.source = "cycle"` has: this is the curve of configs/demo.toml
 
 
 class MiniGPT(nn.Module):
@@ -95,7 +95,9 @@ def check_norms(by_rank: list[list[float]]) -> str:
         for rank, norm in enumerate(norms):
             if norm != norms[0]:
                 gap = norm - norms[0]
-                raise CheckFailed(f"(b) parameter norm at step {step}: rank {rank} {norm!r}, rank 0 {norms[0]!r}, {gap:.3g} apart")
+                raise CheckFailed(
+                    f"(b) parameter norm at step {step}: rank {rank} {norm!r}, rank 0 {norms[0]!r}, {gap:.3g} apart"
+                )
     return f"(b) parameter norm equal on {len(by_rank)} ranks at each of {len(by_rank[0])} steps, bit for bit"
 
 
@@ -104,8 +106,12 @@ def check_memory(profile: list[RankMemory]) -> str:
     for row in profile:
         if row.optimizer != row.formula:
             gap = row.optimizer - row.formula
-            raise CheckFailed(f"(c) optimizer memory on rank {row.rank}: {row.optimizer} bytes, 12·P/N = {row.formula}, {gap:+d}")
-    return f"(c) optimizer memory = 12·P/N = {profile[0].formula} bytes on {len(profile)} ranks, counted from live tensors"
+            raise CheckFailed(
+                f"(c) optimizer memory on rank {row.rank}: {row.optimizer} bytes, 12·P/N = {row.formula}, {gap:+d}"
+            )
+    return (
+        f"(c) optimizer memory = 12·P/N = {profile[0].formula} bytes on {len(profile)} ranks, counted from live tensors"
+    )
 
 
 def verify_resume(checkpoint: Path, snapshots: Tensor) -> str:

@@ -49,7 +49,9 @@ def measure(rank: int, tensors: Mapping[str, Sequence[Tensor]], trained: int, cu
     counted = {purpose: count_bytes(live) for purpose, live in tensors.items()}
     optimizer = sum(counted[kind] for kind in STATE)
     formula = 12 * trained / cut
-    return RankMemory(rank=rank, optimizer=optimizer, formula=round(formula), padding=round(optimizer - formula), **counted)
+    return RankMemory(
+        rank=rank, optimizer=optimizer, formula=round(formula), padding=round(optimizer - formula), **counted
+    )
 
 
 def aggregate(profile: Sequence[RankMemory]) -> tuple[int, float]:
