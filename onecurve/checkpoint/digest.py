@@ -1,6 +1,6 @@
 """The state digest: one hash over masters and moments, the same for every layout, computed shard by shard.
 
-    leaf   sha256 over 2^14 consecutive elements (little-endian fp32) of one (kind, parameter, slice); the last is shorter
+    leaf   sha256 over 2^14 elements in a row (little-endian fp32) of one (kind, parameter, slice); the last is shorter
     node   sha256 over the canonical JSON [kind, parameter, slice, elements] and its leaves
     root   sha256 over all nodes: kind by kind, parameters in the model's order, slices in order
 

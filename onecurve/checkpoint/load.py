@@ -11,25 +11,20 @@ file is used unseen, with one pass over the data instead of two.
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from onecurve import faults
 from onecurve.checkpoint.agree import Alone, Shares, agree, attempt
 from onecurve.checkpoint.digest import Part, combine, digest_part, slots_of
 from onecurve.checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
+from onecurve.checkpoint.holdings import Saveable, owned_places
 from onecurve.checkpoint.manifest import KINDS, FileEntry, Manifest, parse_manifest
 from onecurve.checkpoint.read import check_folder, check_hash, parse_checked, read_extra, read_manifest_bytes
 from onecurve.checkpoint.reshard import check_fits, plan_reads
-from onecurve.checkpoint.save import Saveable, owned_places
 from onecurve.checkpoint.shard import check_shape, floats, layouts, opened, raw, read_into
 from onecurve.checkpoint.store import list_steps
-
-
-class Loadable(Saveable, Protocol):
-    """The part of an optimizer that is filled."""
-
-    def refresh(self) -> None: ...
 
 
 def state_digest(optimizer: Saveable) -> str:
@@ -40,7 +35,7 @@ def state_digest(optimizer: Saveable) -> str:
     return combine(slots_of(optimizer.table.parameters), [Part.unpack(*message) for message in told])
 
 
-def load_checkpoint(path: Path, optimizer: Loadable, *, curve_id: str | None = None) -> Manifest:
+def load_checkpoint(path: Path, optimizer: Saveable, *, curve_id: str | None = None) -> Manifest:
     """Collective: fill the optimizer (masters, moments, update count, extras, working weights) from the checkpoint
     `path`, whatever layout saved it, and return its manifest on every rank.
 
@@ -134,8 +129,9 @@ def _share_manifest(path: Path, mesh: Shares, curve_id: str | None) -> Manifest:
     return parse_manifest(blob[: header["size"]], blob[header["size"] :], where=str(path))
 
 
-def _fill(path: Path, manifest: Manifest, optimizer: Loadable) -> Part:
+def _fill(path: Path, manifest: Manifest, optimizer: Saveable) -> Part:
     """Read this rank's ranges and extras; the digest part of what it owns."""
+    faults.at("load.read", rank=optimizer.mesh.rank, step=manifest.step)
     check_fits(manifest, optimizer.table.parameters, str(path))
     vectors = [getattr(optimizer, kind).detach() for kind in KINDS]
     expected = layouts(manifest)

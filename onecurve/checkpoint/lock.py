@@ -1,8 +1,8 @@
 """One run per run folder: a lock that frees itself when its owner dies, and a fencing token for owners that come back.
 
 The lock is a POSIX record lock (`fcntl.lockf`): the kernel drops it when its process ends, however it ends, and forked
-ranks do not inherit it. It does not stop a rank that outlives its run (stopped by SIGSTOP, or cut off) from writing; the
-token does: whoever takes the folder writes a new one, and every commit re-reads it just before its rename.
+ranks do not inherit it. It does not stop a rank that outlives its run (stopped by SIGSTOP, or cut off) from writing;
+the token does: whoever takes the folder writes a new one, and every commit re-reads it just before its rename.
 """
 
 import fcntl
@@ -18,14 +18,14 @@ from onecurve.checkpoint.errors import CheckpointError, FolderInUse, NotWritable
 
 LOCK_NAME, FENCE_NAME = "run.lock", "run.fence"
 
-# Real paths locked by this process. A second lockf by the same process would succeed, and closing its file would drop
-# the first one's lock: such is POSIX.
+# Real paths locked by this process. A second lockf by the same process would succeed, and closing its file would
+# drop the first one's lock: such is POSIX.
 _held: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Fence:
-    """The right to commit in a run folder while `token` is the one in its fence file. Plain data: forked ranks use it."""
+    """The right to commit in a run folder while `token` is the one in its fence file. Plain data, for all ranks."""
 
     path: Path
     token: str

@@ -1,8 +1,8 @@
 """The manifest: what a checkpoint says of itself. Everything in it is checked before anything it names is opened.
 
-`manifest.json` is canonical JSON (sorted keys, no spaces, ASCII, one newline), `manifest.sha256` the hash over its bytes
-in the format of `sha256sum`. A file's place in a tensor follows from the manifest alone: a shard file holds, for each of
-`master`, `exp_avg`, `exp_avg_sq`, its ranges one after another in the order of `tensors`, slice and offset.
+`manifest.json` is canonical JSON (sorted keys, no spaces, ASCII, one newline), `manifest.sha256` the hash over its
+bytes as `sha256sum` prints it. Where a range lies in a file follows from the manifest alone: a shard file holds, for
+each of `master`, `exp_avg`, `exp_avg_sq`, its ranges one after another in the order of `tensors`, slice and offset.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class FileEntry(_Strict):
 
 class TensorEntry(_Strict):
     """A trained parameter. `shape` is the whole parameter's; `dtype` that of its working weights (the state is fp32);
-    `split` the dimension its slices join along, where known. `ranges[file]` lists (slice, offset, length) in elements."""
+    `split` the dimension its slices join along, where known. `ranges[file]`: its (slice, offset, length) in elements."""
 
     name: _Name
     shape: _Shape

@@ -91,6 +91,13 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
+def from_bytes(data: bytes, spec: Spec) -> Tensor:
+    """A CPU tensor of `spec` with these bytes."""
+    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    raw(tensor)[:] = data
+    return tensor
+
+
 def floats(tensor: Tensor) -> np.ndarray:
     """A contiguous fp32 CPU tensor as numpy, sharing its memory."""
     return tensor.detach().numpy()

@@ -6,9 +6,9 @@
             4. fsync the temp folder
             5. the fencing token is still ours? then rename to step-00000010
             6. fsync the parent
-    replace an older step-00000010 is renamed to .old-step-00000010-<random> first; after a crash between the two
-            renames the next run renames it back
-    remove  rename to .gone-step-00000010-<random>, delete manifest.sha256 and manifest.json, then the shards: whatever a
+    replace an older step-00000010 is renamed to .old-step-00000010-<random> first; after a crash between the
+            two renames the next run renames it back
+    remove  rename to .gone-step-00000010-<random>, delete manifest.sha256 and manifest.json, then the shards: what a
             crash leaves can't be taken for a checkpoint
     clean   a run that takes the folder renames what dead runs left to .gone-… and deletes it. A stopped writer that
             wakes after that finds its temp folder gone and can't rename it into place
@@ -22,6 +22,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
+from onecurve import faults
 from onecurve.checkpoint.errors import SaveFailed
 from onecurve.checkpoint.lock import Fence
 from onecurve.checkpoint.manifest import MANIFEST, MANIFEST_HASH, hash_line
@@ -66,11 +67,12 @@ def open_temp(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, temp: Path, step: int, manifest: bytes, fence: Fence | None = None) -> Path:
-    """Steps 3 to 6 on rank 0: `temp` becomes the checkpoint of `step`. Raises Superseded where the token is not ours."""
+    """Steps 3 to 6 on rank 0: `temp` becomes the checkpoint of `step`. Raises Superseded if the token is not ours."""
     write_new(temp / MANIFEST, [manifest])
     write_new(temp / MANIFEST_HASH, [hash_line(manifest)])
     sync_folder(temp)
     final = folder / step_name(step)
+    faults.at("save.rename", rank=0, step=step)
     if fence is not None:
         fence.check()
     old = None
@@ -107,7 +109,7 @@ def clean_leftovers(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     notes = []
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(path.name for path in folder.iterdir()):
         match = _LEFTOVER.fullmatch(name)
         path = folder / name
         if not match or path.is_symlink() or not path.is_dir():
@@ -145,6 +147,6 @@ def _delete(folder: Path) -> None:
         return
     for name in (MANIFEST_HASH, MANIFEST):
         (folder / name).unlink(missing_ok=True)
-    for entry in list(os.scandir(folder)):
-        os.unlink(entry.path)
+    for path in list(folder.iterdir()):
+        path.unlink()
     folder.rmdir()

@@ -20,10 +20,14 @@ from onecurve.data.permutation import permuted
 
 
 class Batch(NamedTuple):
-    """`inputs` and `targets`, both int64 [micro_batch, context], contiguous; a target of -100 does not count."""
+    """`inputs` and `targets`, both int64 [micro_batch, context], contiguous; a target of -100 does not count.
+
+    `place` = (data_step, leaf, micro-batch), what a dropout mask is keyed by; empty for evaluation.
+    """
 
     inputs: Tensor
     targets: Tensor
+    place: tuple[int, ...] = ()
 
 
 class Loader:
@@ -71,8 +75,8 @@ class Loader:
     def micro_batches(self, data_step: int, leaf_ids: Iterable[int]) -> Iterator[Batch]:
         """`accumulate` batches for each of `leaf_ids`, in the order given."""
         for leaf in leaf_ids:
-            for indices in self.window_indices(data_step, leaf):
-                yield cut_windows(self.corpus.tokens, indices, self.context)
+            for micro, indices in enumerate(self.window_indices(data_step, leaf)):
+                yield cut_windows(self.corpus.tokens, indices, self.context)._replace(place=(data_step, leaf, micro))
 
 
 def cut_windows(tokens: np.ndarray, indices: np.ndarray, context: int) -> Batch:

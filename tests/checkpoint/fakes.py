@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from onecurve.checkpoint.save import OwnedPart
+from onecurve.checkpoint.holdings import OwnedPart
 
 
 class _Room:

@@ -262,6 +262,7 @@ def test_resume_late_in_an_epoch_of_a_prepared_corpus(texts, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind, vocab, limit", [("byte", None, 30), ("bpe", 512, 250)])
 def test_a_200_mb_file_takes_little_memory(tmp_path, kind, vocab, limit):
     line = b"the return of the river, r\xc3\xbcckw\xc3\xa4rts " * 25 + b"\n"

@@ -59,6 +59,16 @@ def test_names_of_all_kinds(tmp_path, name):
 def refused(*words, call):
     with pytest.raises(InputError) as caught:
         call()
+    message = str(caught.value)
+    assert message.isprintable()
+    for word in words:
+        assert word in message, message
+
+
+def test_refusals_name_the_place(tree):
+    refused("no path was given", call=lambda: collect([], ["*"]))
+    refused("nowhere", "No such file", call=lambda: collect([tree / "nowhere"], ["*"]))
+    refused("embedded null", call=lambda: collect(["a\0b"], ["*"]))
     refused("tree", "'*.rst'", "4 with .txt", "1 with .py", "--glob", call=lambda: collect([tree], ["*.rst"]))
     (tree / "empty").mkdir()
     refused("no files at all", call=lambda: collect([tree / "empty"], ["*"]))
