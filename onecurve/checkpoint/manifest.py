@@ -47,7 +47,7 @@ class FileEntry(_Strict):
 
 class TensorEntry(_Strict):
     """A trained parameter. `shape` is the whole parameter's; `dtype` that of its working weights (the state is fp32);
-    `split` the dimension its slices join along, where known. `ranges[file]`: its (slice, offset, length) in elements."""
+    `split`: along what dimension its slices join, where known; `ranges[file]`: (slice, offset, length) in elements."""
 
     name: _Name
     shape: _Shape

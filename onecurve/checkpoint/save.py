@@ -76,7 +76,7 @@ class PendingSave:
         self.rank = self.mesh.rank
         self.table, self.updates = optimizer.table, optimizer.updates
         axes = {axis: getattr(self.mesh, axis) for axis in ("dp", "tp", "pp") if hasattr(self.mesh, axis)}
-        self.info = {"layout": axes | {"zero": optimizer.stage}, "data_step": step} | (info or {})
+        self.info: dict[str, Any] = {"layout": axes | {"zero": optimizer.stage}, "data_step": step} | (info or {})
         self.file_name = f"rank-{self.rank:04d}.safetensors"
         self.ranges: list[OwnedPart] = []
         self._buffers: list[np.ndarray] = []
@@ -138,7 +138,7 @@ class PendingSave:
         for spec in layout.specs:
             if spec.key in KINDS:
                 buffer = self._buffers[KINDS.index(spec.key)]
-                contents += [memoryview(buffer[start:stop]).cast("B") for start, stop in spans(self.ranges)]
+                contents += [buffer[start:stop].data.cast("B") for start, stop in spans(self.ranges)]
             elif spec.nbytes:
                 contents.append(raw(self.extras[spec.key.removeprefix("extra.")]))
         return contents

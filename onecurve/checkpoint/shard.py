@@ -88,7 +88,7 @@ def layouts(manifest: Manifest) -> dict[str, Layout]:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def from_bytes(data: bytes, spec: Spec) -> Tensor:
