@@ -138,7 +138,7 @@ class Manifest(_Strict):
                 filled[file] += length
 
     def to_bytes(self) -> bytes:
-        return canonical_json(self.model_dump(mode="json", by_alias=True))
+        return canonical_json(self.model_dump(by_alias=True))  # as it is: pydantic's JSON turns NaN into null
 
 
 def canonical_json(value: Any) -> bytes:

@@ -84,9 +84,15 @@ class PendingSave:
 
         own = optimizer.extras()
         temp, error = attempt(self._open, partial(save_error, self.rank, f"can't begin a save in {folder}"))
-        told = agree(self.mesh, {"temp": temp, "extras": sorted(own)}, error=error)
-        self._temp = folder / told[0][0]["temp"]
-        self.extras: dict[str, Tensor] = gather_extras(self.mesh, own, [message["extras"] for message, _ in told])
+        self._temp = folder / (temp or "")
+        try:
+            told = agree(self.mesh, {"temp": temp, "extras": sorted(own)}, error=error)
+            self._temp = folder / told[0][0]["temp"]
+            self.extras: dict[str, Tensor] = gather_extras(self.mesh, own, [message["extras"] for message, _ in told])
+        except CheckpointError as error:
+            if temp:
+                self._discard(error)
+            raise
         take = partial(self._take, optimizer, [] if scratch is None else scratch)
         _, self._error = attempt(take, partial(save_error, self.rank, f"can't copy the state of step {step}"))
 
