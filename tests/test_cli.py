@@ -184,3 +184,10 @@ def test_a_module_run_ends_with_the_exit_code() -> None:
 
 def test_usage_errors_are_caught_whatever_typer_carries() -> None:
     assert issubclass(typer.BadParameter, cli.USAGE_ERRORS)
+
+
+def test_the_demo_is_the_one_file_of_the_source_tree() -> None:
+    capstone = cli._capstone()
+    assert Path(str(capstone.__file__)) == ROOT / "code" / "main.py"
+    names = ["MiniGPT", "make_corpus", "_train_worker", "verify_resume", "main"]
+    assert [name for name in names if not hasattr(capstone, name)] == []

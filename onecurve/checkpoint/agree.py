@@ -76,5 +76,6 @@ def agree(
 
 def _rebuilt(kind: str, text: str) -> CheckpointError:
     found = getattr(errors, kind, None)
-    named = isinstance(found, type) and issubclass(found, CheckpointError)
-    return found(text) if named else SaveFailed(f"{kind}: {text}")
+    if isinstance(found, type) and issubclass(found, CheckpointError):
+        return found(text)
+    return SaveFailed(f"{kind}: {text}")

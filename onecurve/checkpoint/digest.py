@@ -96,7 +96,7 @@ def digest_part(slots: Sequence[Slot], ranges: Iterable[Range], buffers: Sequenc
     order = {(slot.name, slot.slice): index for index, slot in enumerate(slots)}
     ranges = list(ranges)
     for kind in range(len(KINDS)):
-        data = memoryview(buffers[kind]).cast("B") if buffers[kind].size else memoryview(b"")
+        data = buffers[kind].data.cast("B") if buffers[kind].size else memoryview(b"")
         for r in ranges:
             slot, offset, end = order[r.name, r.slice], r.offset, r.offset + r.length
             base = 4 * (r.at - r.offset)  # byte position of the slice's element 0, had we held it
@@ -126,14 +126,12 @@ def combine(slots: Sequence[Slot], parts: Iterable[Part]) -> str:
             leaves[kind, slot, chunk] = hashlib.sha256(data).digest()
     root = hashlib.sha256()
     for kind, kind_name in enumerate(KINDS):
-        for index, slot in enumerate(slots):
-            node = hashlib.sha256(canonical_json([kind_name, *slot]))
-            for chunk in range(-(-slot.numel // CHUNK)):
+        for index, (name, part_of, numel) in enumerate(slots):
+            node = hashlib.sha256(canonical_json([kind_name, name, part_of, numel]))
+            for chunk in range(-(-numel // CHUNK)):
                 leaf = leaves.get((kind, index, chunk))
                 if leaf is None:
-                    raise DamagedCheckpoint(
-                        f"{kind_name} of {slot.name}, slice {slot.slice}: nobody holds chunk {chunk}"
-                    )
+                    raise DamagedCheckpoint(f"{kind_name} of {name}, slice {part_of}: nobody holds chunk {chunk}")
                 node.update(leaf)
             root.update(node.digest())
     return root.hexdigest()

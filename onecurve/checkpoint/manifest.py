@@ -47,7 +47,7 @@ class FileEntry(_Strict):
 
 class TensorEntry(_Strict):
     """A trained parameter. `shape` is the whole parameter's; `dtype` that of its working weights (the state is fp32);
-    `split` the dimension its slices join along, where known. `ranges[file]`: its (slice, offset, length) in elements."""
+    `split`: along what dimension its slices join, where known; `ranges[file]`: (slice, offset, length) in elements."""
 
     name: _Name
     shape: _Shape
@@ -138,7 +138,7 @@ class Manifest(_Strict):
                 filled[file] += length
 
     def to_bytes(self) -> bytes:
-        return canonical_json(self.model_dump(mode="json", by_alias=True))
+        return canonical_json(self.model_dump(by_alias=True))  # as it is: pydantic's JSON turns NaN into null
 
 
 def canonical_json(value: Any) -> bytes:

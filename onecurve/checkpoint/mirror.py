@@ -40,7 +40,8 @@ class Remote:
     """Checkpoints under one URL, in one process."""
 
     def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs  # imported here: most runs have no mirror, and it takes 50 ms
+        # Imported here: most runs have no mirror, and it takes 50 ms.
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
         self.shown = without_secrets(url)
         try:
@@ -208,7 +209,8 @@ class Mirror:
 def fetch_latest(url: str, folder: Path, *, curve_id: str | None = None) -> tuple[Path | None, list[str]]:
     """Bring the newest whole checkpoint from the mirror into the local `folder`, in one process: its path there or
     None, and why newer ones were passed over. Raises MirrorFailed where the mirror can't be read at all."""
-    remote, reasons = Remote(url), []
+    remote = Remote(url)
+    reasons: list[str] = []
     names, error = attempt(remote.steps, partial(_mirror_error, remote.shown, "its listing"))
     if error is not None:
         raise error

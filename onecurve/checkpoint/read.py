@@ -69,7 +69,10 @@ def _small_file(path: Path) -> bytes:
 def check_folder(path: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the folder's entries: missing, extra, not a plain file, another size or header. Cheap."""
     problems = []
-    expected = layouts(manifest)
+    try:
+        expected = layouts(manifest)
+    except ValueError as error:
+        return [f"{path}: {error}"]
     stated = {f.name: f.size for f in manifest.files}
     for name in sorted({entry.name for entry in os.scandir(path)} - set(expected) - {MANIFEST, MANIFEST_HASH}):
         problems.append(f"{path / name}: is not in the manifest")

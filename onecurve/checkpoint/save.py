@@ -76,7 +76,7 @@ class PendingSave:
         self.rank = self.mesh.rank
         self.table, self.updates = optimizer.table, optimizer.updates
         axes = {axis: getattr(self.mesh, axis) for axis in ("dp", "tp", "pp") if hasattr(self.mesh, axis)}
-        self.info = {"layout": axes | {"zero": optimizer.stage}, "data_step": step} | (info or {})
+        self.info: dict[str, Any] = {"layout": axes | {"zero": optimizer.stage}, "data_step": step} | (info or {})
         self.file_name = f"rank-{self.rank:04d}.safetensors"
         self.ranges: list[OwnedPart] = []
         self._buffers: list[np.ndarray] = []
@@ -84,9 +84,15 @@ class PendingSave:
 
         own = optimizer.extras()
         temp, error = attempt(self._open, partial(save_error, self.rank, f"can't begin a save in {folder}"))
-        told = agree(self.mesh, {"temp": temp, "extras": sorted(own)}, error=error)
-        self._temp = folder / told[0][0]["temp"]
-        self.extras: dict[str, Tensor] = gather_extras(self.mesh, own, [message["extras"] for message, _ in told])
+        self._temp = folder / (temp or "")
+        try:
+            told = agree(self.mesh, {"temp": temp, "extras": sorted(own)}, error=error)
+            self._temp = folder / told[0][0]["temp"]
+            self.extras: dict[str, Tensor] = gather_extras(self.mesh, own, [message["extras"] for message, _ in told])
+        except CheckpointError as error:
+            if temp:
+                self._discard(error)
+            raise
         take = partial(self._take, optimizer, [] if scratch is None else scratch)
         _, self._error = attempt(take, partial(save_error, self.rank, f"can't copy the state of step {step}"))
 
@@ -138,7 +144,7 @@ class PendingSave:
         for spec in layout.specs:
             if spec.key in KINDS:
                 buffer = self._buffers[KINDS.index(spec.key)]
-                contents += [memoryview(buffer[start:stop]).cast("B") for start, stop in spans(self.ranges)]
+                contents += [buffer[start:stop].data.cast("B") for start, stop in spans(self.ranges)]
             elif spec.nbytes:
                 contents.append(raw(self.extras[spec.key.removeprefix("extra.")]))
         return contents

@@ -26,7 +26,7 @@ from onecurve.checkpoint.manifest import KINDS, Manifest
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
-    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
 }  # fmt: skip
 _ALIGN = 64  # the data starts at a multiple of this, so that mapped tensors are aligned
 
@@ -53,11 +53,14 @@ class Layout(NamedTuple):
 
 
 def file_layout(count: int, extras: Sequence[Spec]) -> Layout:
-    """The layout of a file with `count` owned elements and `extras` (keys already `extra.<name>`)."""
+    """The layout of a file with `count` owned elements and `extras` (keys already `extra.<name>`).
+
+    Raises ValueError for a dtype that safetensors does not know.
+    """
     state = [Spec(kind, "float32", (count,)) for kind in KINDS] if count else []
     for spec in extras:
         if spec.dtype not in _DTYPES or not isinstance(getattr(torch, spec.dtype, None), torch.dtype):
-            raise DamagedCheckpoint(f"{spec.key}: dtype {spec.dtype} can't be stored; known are {', '.join(_DTYPES)}")
+            raise ValueError(f"{spec.key}: dtype {spec.dtype} can't be stored; known are {', '.join(_DTYPES)}")
     specs = sorted(
         [*state, *extras], key=lambda s: -getattr(torch, s.dtype).itemsize
     )  # stable: state before fp32 extras
@@ -88,7 +91,7 @@ def layouts(manifest: Manifest) -> dict[str, Layout]:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def from_bytes(data: bytes, spec: Spec) -> Tensor:

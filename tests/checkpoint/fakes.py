@@ -8,11 +8,16 @@ import torch
 from onecurve.checkpoint.holdings import OwnedPart
 
 
+class PeerGone(Exception):
+    """Another rank ended without joining: with real ranks, a collective that fails or hangs."""
+
+
 class _Room:
     def __init__(self, world):
-        self.slots = [b""] * world
-        self.barrier = threading.Barrier(world, timeout=30)
-        self.shares = 0
+        self.world = world
+        self.rounds = []  # one list of payloads for each share
+        self.left = set()
+        self.changed = threading.Condition()
 
 
 class ThreadMesh:
@@ -20,28 +25,36 @@ class ThreadMesh:
 
     tp = pp = 1
 
-    def __init__(self, room, rank, world):
-        self._room, self.rank, self.world, self.dp = room, rank, world, world
+    def __init__(self, room, rank):
+        self._room, self.rank, self.world, self.dp, self._round = room, rank, room.world, room.world, 0
 
     def share(self, payload):
-        self._room.slots[self.rank] = bytes(payload)
-        self._room.barrier.wait()
-        told = list(self._room.slots)
-        self._room.barrier.wait()
-        self._room.shares += self.rank == 0
-        return told
+        room = self._room
+        with room.changed:
+            while len(room.rounds) <= self._round:
+                room.rounds.append({})
+            told = room.rounds[self._round]
+            self._round += 1
+            told[self.rank] = bytes(payload)
+            room.changed.notify_all()
+            room.changed.wait_for(lambda: len(told) == self.world or room.left - told.keys(), timeout=30)
+            if len(told) < self.world:
+                raise PeerGone(f"rank {self.rank} waits for {set(range(self.world)) - told.keys()}")
+        return [told[rank] for rank in range(self.world)]
 
 
 def on_ranks(world, work):
-    """[work(mesh) of each rank]; an exception is returned in its rank's place (BrokenBarrierError: left alone)."""
+    """[work(mesh) of each rank]; an exception is returned in its rank's place."""
     room, results = _Room(world), [None] * world
 
     def one(rank):
         try:
-            results[rank] = work(ThreadMesh(room, rank, world))
+            results[rank] = work(ThreadMesh(room, rank))
         except BaseException as error:
             results[rank] = error
-            room.barrier.abort()
+        with room.changed:
+            room.left.add(rank)
+            room.changed.notify_all()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
     for thread in threads:
