@@ -40,7 +40,3 @@ class Stopped(OnecurveError):
     """The run stopped early on request; its state is saved (exit 75)."""
 
     exit_code = 75
-
-
-class PeerLost(OnecurveError):
-    """Another rank closed its connection or did not answer in time: a consequence, never the first cause."""

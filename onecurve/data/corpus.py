@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from onecurve.errors import InputError
+
 BLOCK = 1 << 20  # tokens looked at together: what hashing and checking need of memory, however long the corpus
 
 
@@ -47,3 +49,21 @@ def as_corpus(corpus: Corpus | np.ndarray) -> Corpus:
     if isinstance(corpus, Corpus):
         return corpus
     return Corpus(corpus, vocab=int(corpus.max()) + 1 if len(corpus) else 1)
+
+
+def check_windows(corpus: Corpus, context: int, needed: int) -> None:
+    """Raises InputError where `corpus` has fewer than `needed` (at least 1) windows."""
+    tokens, windows = len(corpus.tokens), corpus.windows(context)
+    where = f"{corpus.name}, {corpus.split} part"
+    if tokens == 0:
+        raise InputError(f"{where}: it is empty (0 tokens); training needs at least {context + 1}: prepare more text")
+    if windows == 0:
+        raise InputError(
+            f"{where}: its {tokens} tokens are shorter than one window of context + 1 = {context + 1}; "
+            f"prepare more text or set model.context to at most {tokens - 1}"
+        )
+    if windows < needed:
+        raise InputError(
+            f"{where}: its {tokens} tokens make {windows} windows of {context}, but one step draws {needed} "
+            f"(leaves x accumulate x micro_batch); prepare at least {needed * context + 1} tokens or lower these three"
+        )

@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onecurve.data.corpus import Corpus, as_corpus
+from onecurve.data.corpus import Corpus, as_corpus, check_windows
 from onecurve.data.permutation import permuted
-from onecurve.errors import InputError
 
 
 class Batch(NamedTuple):
-    """`inputs` and `targets`, both int64 [micro_batch, context], contiguous; a target of -100 does not count."""
+    """`inputs` and `targets`, both int64 [micro_batch, context], contiguous; a target of -100 does not count.
+
+    `place` = (data_step, leaf, micro-batch), what a dropout mask is keyed by; empty for evaluation.
+    """
 
     inputs: Tensor
     targets: Tensor
+    place: tuple[int, ...] = ()
 
 
 class Loader:
@@ -72,8 +75,8 @@ class Loader:
     def micro_batches(self, data_step: int, leaf_ids: Iterable[int]) -> Iterator[Batch]:
         """`accumulate` batches for each of `leaf_ids`, in the order given."""
         for leaf in leaf_ids:
-            for indices in self.window_indices(data_step, leaf):
-                yield cut_windows(self.corpus.tokens, indices, self.context)
+            for micro, indices in enumerate(self.window_indices(data_step, leaf)):
+                yield cut_windows(self.corpus.tokens, indices, self.context)._replace(place=(data_step, leaf, micro))
 
 
 def cut_windows(tokens: np.ndarray, indices: np.ndarray, context: int) -> Batch:
@@ -81,21 +84,3 @@ def cut_windows(tokens: np.ndarray, indices: np.ndarray, context: int) -> Batch:
     ids = tokens[indices[:, None] * context + np.arange(context + 1)].astype(np.int64)
     # Copies, not views of one tensor: the strides of what the model sees must not depend on how it was cut.
     return Batch(torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy()))
-
-
-def check_windows(corpus: Corpus, context: int, needed: int) -> None:
-    """Raises InputError where `corpus` has fewer than `needed` (at least 1) windows."""
-    tokens, windows = len(corpus.tokens), corpus.windows(context)
-    where = f"{corpus.name}, {corpus.split} part"
-    if tokens == 0:
-        raise InputError(f"{where}: it is empty (0 tokens); training needs at least {context + 1}: prepare more text")
-    if windows == 0:
-        raise InputError(
-            f"{where}: its {tokens} tokens are shorter than one window of context + 1 = {context + 1}; "
-            f"prepare more text or set model.context to at most {tokens - 1}"
-        )
-    if windows < needed:
-        raise InputError(
-            f"{where}: its {tokens} tokens make {windows} windows of {context}, but one step draws {needed} "
-            f"(leaves x accumulate x micro_batch); prepare at least {needed * context + 1} tokens or lower these three"
-        )

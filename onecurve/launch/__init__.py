@@ -3,5 +3,6 @@
 from onecurve.launch.context import RankContext
 from onecurve.launch.ranks import run_ranks
 from onecurve.launch.restarts import with_restarts
+from onecurve.launch.torchrun import context_from_torchrun
 
-__all__ = ["RankContext", "run_ranks", "with_restarts"]
+__all__ = ["RankContext", "context_from_torchrun", "run_ranks", "with_restarts"]

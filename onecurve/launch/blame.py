@@ -42,6 +42,7 @@ PEER_LOST_PHRASES = (
 )
 # The kernel or a person sends this one; a process does not fall into it because a peer died.
 SENT_FROM_OUTSIDE = (signal.SIGKILL,)
+OUT_OF_MEMORY = " (by somebody, or by the kernel for lack of memory)"
 # For errors raised on purpose whose own type is not in `onecurve.errors`.
 BY_EXIT_CODE: dict[int, type[errors.OnecurveError]] = {1: errors.CheckFailed, 2: errors.InputError, 75: errors.Stopped}
 
@@ -65,12 +66,13 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def describe(error: BaseException, *, rank: int, step: int, place: str) -> dict[str, Any]:
-    """The record of one rank's error, ready for JSON."""
+    """The record of one rank's error, ready for JSON. The launcher's own outermost frame is left out."""
+    trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
     return {
         "rank": rank,
         "type": type(error).__qualname__,
         "message": str(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "traceback": "".join(traceback.format_exception(type(error), error, trace)),
         "time": time.time(),
         "monotonic_ns": time.monotonic_ns(),
         "step": step,
@@ -145,7 +147,7 @@ def _vanished_error(ending: Ending) -> errors.RunFailed:
     if status is None:
         how = "it is gone"
     elif status < 0:
-        how = f"killed by {_named(-status)}"
+        how = f"killed by {_named(-status)}" + OUT_OF_MEMORY * (status == -signal.SIGKILL)
     else:
         how = f"it left with exit code {status} before it returned a result"
     text = f"rank {ending.rank} vanished without a word{where(ending.step, ending.place)}: {how}"

@@ -96,6 +96,7 @@ class Crew:
             page.truncate(Board.size(world))
             self._page = page.fileno()
         self.board = Board(world, self._page)
+        self._open.enter_context(process.adopting_orphans())
         self._lifeline = os.pipe() if lifeline or process.needs_lifeline() else None
 
     # --- start -----------------------------------------------------------------------------

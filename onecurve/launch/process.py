@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 
 
 def die_with_parent(parent: int, lifeline: int | None) -> None:
@@ -31,6 +33,21 @@ def _watch(lifeline: int) -> None:
     while os.read(lifeline, 1):
         pass
     os.killpg(0, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Be the parent of what ranks leave behind, so that it can be reaped as well (Linux; elsewhere init does it)."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int(0)
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def needs_lifeline() -> bool:
@@ -67,4 +84,15 @@ def reap(pid: int) -> int | None:
         return None
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+    _reap_orphans(pid)
     return os.waitstatus_to_exitcode(status)
+
+
+def _reap_orphans(group: int) -> None:
+    """What was in a dead rank's group is our child now (see adopting_orphans) and about to die."""
+    limit = time.monotonic() + 1.0
+    with contextlib.suppress(ChildProcessError):  # no such child (any more)
+        while time.monotonic() < limit:
+            ended, _ = os.waitpid(-group, os.WNOHANG)
+            if not ended:
+                time.sleep(0.001)

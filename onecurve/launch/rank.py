@@ -80,11 +80,13 @@ def _run(seat: Seat, board: Board, get_worker: Callable[[], Callable[[RankContex
     faulthandler.register(STACK_SIGNAL, file=seat.stacks, all_threads=True)
     context = RankContext(seat.rank, seat.world, Path(seat.folder), board)
     reporting = listen_to_signals(board)
-    board.mark_place(seat.rank, "start")
+    board.mark_place(seat.rank, "start-up")
     faults.here(seat.rank, 0)
     try:
         _join(seat)
-        payload = json.dumps({"result": get_worker()(context)}).encode()
+        worker = get_worker()
+        board.mark_place(seat.rank, "")
+        payload = json.dumps({"result": worker(context)}).encode()
         _join_threads()
     except BaseException as error:
         reporting.set()
@@ -116,6 +118,8 @@ def _join(seat: Seat) -> None:
         master_listen_fd=seat.listener,
     )
     dist.init_process_group(seat.backend, store=store, rank=seat.rank, world_size=seat.world, timeout=timeout)
+    if seat.backend == "gloo":
+        dist.barrier()  # else one that fails at once would fail the others while they still connect
 
 
 def listen_to_signals(board: Board) -> threading.Event:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from onecurve.launch import process
 from onecurve.launch.blame import where
 from onecurve.launch.crew import Crew, Member
-from onecurve.launch.rank import STACK_SIGNAL
+from onecurve.launch.rank import STACK_SIGNAL, run_rank
+
+LAUNCHER = run_rank.__code__.co_filename
 
 
 @dataclass(frozen=True)
@@ -49,40 +53,68 @@ class Watchdog:
             beat = board.last_beat(rank)
             self._idle[rank] = 0.0 if beat != self._beats[rank] or board.done(rank) else self._idle[rank] + passed
             self._beats[rank] = beat
-        silent = [member for member in self.crew.running if self._idle[member.rank] >= self.stall_seconds]
-        if silent:
-            # The one that fell silent first: the others wait for it.
-            return self._silence(min(silent, key=lambda member: board.last_beat(member.rank)))
+        if any(self._idle[member.rank] >= self.stall_seconds for member in self.crew.running):
+            return self._silence()
         if self.limit_seconds is not None and now - self._started > self.limit_seconds:
-            return Finding(f"the ranks took longer than {self.limit_seconds:g} s", self._stacks(), None)
+            return Finding(f"the ranks took longer than {self.limit_seconds:g} s", self._report(self._stacks()), None)
         return None
 
-    def _silence(self, first: Member) -> Finding:
-        stopped = self._stopped()
-        culprit = (stopped or [first])[0].rank
+    def _silence(self) -> Finding:
+        stacks = self._stacks()
+        silent = [
+            member
+            for member in self.crew.running
+            if self._idle[member.rank] >= self.stall_seconds / 2 and not self.crew.board.done(member.rank)
+        ]
+        suspects = self._suspects(silent, stacks)
+        rank, board = suspects[0].rank, self.crew.board
+        place = where(board.step(rank), board.place(rank))
+        if _is_stopped(suspects[0]):
+            line = (
+                f"rank {rank} made no progress for {self.stall_seconds:g} s{place}: it is stopped (state T) by a signal"
+            )
+        elif len(suspects) == 1:
+            line = f"rank {rank} made no progress for {self.stall_seconds:g} s{place}: it hangs"
+        else:
+            line = (
+                f"ranks {', '.join(str(member.rank) for member in suspects)} made no progress for "
+                f"{self.stall_seconds:g} s and wait for each other; rank {rank} fell silent first{place}"
+            )
+        return Finding(line, self._report(stacks), rank)
+
+    def _suspects(self, silent: list[Member], stacks: dict[int, str]) -> list[Member]:
+        """The ranks that the others wait for: stopped, or behind, or not waiting in a collective, or in a place of
+        their own. Each rule narrows the choice where it can; the one that fell silent first comes in front."""
         board = self.crew.board
-        why = "it is stopped (state T) by a signal" if stopped else "it hangs"
-        place = where(board.step(culprit), board.place(culprit))
-        line = f"rank {culprit} made no progress for {self.stall_seconds:g} s{place}: {why}"
-        return Finding(line, self._stacks(), culprit)
+        lowest = min(board.step(member.rank) for member in silent)
+        places = Counter(board.place(member.rank) for member in silent)
+        rules: list[Callable[[Member], bool]] = [
+            _is_stopped,
+            lambda member: board.step(member.rank) == lowest,
+            lambda member: not _waits_for_peers(stacks[member.rank]),
+            lambda member: len(places) > 1 and places[board.place(member.rank)] == min(places.values()),
+        ]
+        for rule in rules:
+            silent = [member for member in silent if rule(member)] or silent
+        return sorted(silent, key=lambda member: board.last_beat(member.rank))
 
-    def _stopped(self) -> list[Member]:
-        return [member for member in self.crew.running if process.state(member.pid) in ("T", "t")]
+    def _stacks(self) -> dict[int, str]:
+        """Each rank's stack; empty where it cannot write one."""
+        self._ask_for_stacks([member for member in self.crew.running if not _is_stopped(member)])
+        return {member.rank: _own_frames(member.stack_text()) for member in self.crew.members}
 
-    def _stacks(self) -> str:
-        stopped = self._stopped()
-        states = {member.rank: process.state(member.pid) for member in self.crew.running}
-        self._ask_for_stacks([member for member in self.crew.running if member not in stopped])
+    def _report(self, stacks: dict[int, str]) -> str:
         board, lines = self.crew.board, []
         for member in self.crew.members:
             rank = member.rank
             seconds = (time.monotonic_ns() - board.last_beat(rank)) / 1e9
-            state = "ended" if member.ending else "done" if board.done(rank) else f"state {states.get(rank) or '?'}"
+            letter = process.state(member.pid) or "?"
+            state = "ended" if member.ending else "done" if board.done(rank) else f"state {letter}"
             lines.append(
                 f"--- rank {rank}: {state}, step {board.step(rank)}, place {board.place(rank) or '?'}, "
                 f"last sign of life {seconds:.1f} s ago"
             )
-            lines.append(member.stack_text() or "    (no stack: it is stopped or has ended)")
+            lines.append(stacks[rank] or "    (no stack: it is stopped or has ended)")
         return "\n".join(lines)
 
     def _ask_for_stacks(self, members: list[Member]) -> None:
@@ -96,3 +128,25 @@ class Watchdog:
             before, sizes = sizes, [os.fstat(member.stacks.fileno()).st_size for member in members]
             if sizes == before and all(sizes):
                 return
+
+
+def _is_stopped(member: Member) -> bool:
+    return member.ending is None and process.state(member.pid) in ("T", "t")
+
+
+def _own_frames(stack: str) -> str:
+    """Without the frames below the worker, which are the launcher's and, after a fork, its caller's."""
+    kept, below = [], False
+    for line in stack.splitlines():
+        if not line.startswith("  File"):
+            below = False
+        below = below or f'"{LAUNCHER}"' in line
+        if not below:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _waits_for_peers(stack: str) -> bool:
+    """Whether the main thread, the last one that faulthandler writes, is inside a collective."""
+    frames = stack.rpartition("hread 0x")[2].splitlines()[1:4]
+    return any("/torch/distributed/" in frame or "/onecurve/parallel/" in frame for frame in frames)

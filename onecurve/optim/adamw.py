@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+State = tuple[Tensor, Tensor, Tensor, Tensor]  # master, gradient, exp_avg, exp_avg_sq
+
 
 @dataclass(frozen=True)
 class AdamW:

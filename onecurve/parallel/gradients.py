@@ -23,9 +23,7 @@ from onecurve.parallel.tree import TreeSum, aligned_partials, contiguous_leaves
 from onecurve.parallel.units import Trained
 from onecurve.parallel.weights import GatheredWeights
 
-BUCKET = (
-    1 << 20
-)  # elements of a rank's range that are exchanged at once where parts are copied: bounds the receive buffer
+BUCKET = 1 << 20  # elements of a rank's range exchanged at once where parts are copied: bounds the receive buffer
 BLOCK = 1 << 16  # elements added at once, so that partial sums stay in cache
 
 
@@ -225,7 +223,6 @@ class StridedGradients:
         self._remaining = {unit: len(names) for unit, names in self._names.items()}
         self._pending = list(self._order)
         if micro == 0 and self._accumulate > 1:
-            self._start_tick()
             if self._whole is None:
                 self._whole = self._transport.empty(self._space.size, torch.float32)
             self._whole.zero_()
@@ -238,13 +235,14 @@ class StridedGradients:
         self._inside = False
         if last:
             self._tick += 1
+            if self._whole is not None and self._tick < self._ticks:
+                # One whole buffer per rank: the next leaf may not overwrite what another rank still reads.
+                self._transport.share(b".")
 
     def reduce(self) -> list[tuple[int, Tensor]]:
-        """As `ContiguousGradients.reduce`, in one tensor per unit. A rank that had no leaf in the last tick joins it."""
+        """As `ContiguousGradients.reduce`, in one tensor per unit. A rank without a leaf in the last tick joins it."""
         rank, share = self._transport.rank, self._space.share
         while self._tick < self._ticks:
-            if self._accumulate > 1:
-                self._start_tick()
             self._tick += 1
             for operation in self._journal:
                 operation()
@@ -341,8 +339,3 @@ class StridedGradients:
                         self._trees[band].push(first + rank, 1, part, writable=not transport.zero_copy)
                 self._trees[band].settle()
             at += band.length
-
-    def _start_tick(self) -> None:
-        """With one whole buffer per rank, nobody may overwrite what another still reads from the tick before."""
-        if self._tick > 0:
-            self._transport.share(b"")

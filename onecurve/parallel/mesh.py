@@ -53,7 +53,7 @@ class Mesh:
         return share_any(payload, self.world) if self.world > 1 else [payload]
 
     def barrier(self) -> None:
-        self.share(b"")
+        self.share(b".")
 
 
 def _host() -> bytes:

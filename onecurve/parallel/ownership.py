@@ -12,6 +12,7 @@ are called local. Every piece starts at a multiple of `PIECE_ALIGN` elements and
 the vectorised AdamW kernel rounds its tail differently from its body, so no cut may move an element between them.
 """
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class Share:
         """Each rank's part of the flat interval [start, stop), which lies within one space; empty parts are (x, x)."""
         space = self.spaces[bisect_right([s.start for s in self.spaces], start) - 1]
         cuts = [min(max(space.start + r * space.width, start), stop) for r in range(self.dp + 1)]
-        return list(zip(cuts[:-1], cuts[1:], strict=True))
+        return list(itertools.pairwise(cuts))
 
     def local_of(self, rank: int, position: int) -> int:
         """The local position on dp rank `rank` of a flat position that it owns."""

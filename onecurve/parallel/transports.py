@@ -5,12 +5,16 @@ offer the four operations of `Transport`; every operation is a collective, enter
 Tensors travel as raw bytes (uint8), so that a backend needs to know no dtype.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# torch 2.13 renamed it; 2.9 has only the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Route = tuple[int, int]  # [start, stop) in the sender's buffer
 
@@ -116,7 +120,7 @@ class AllToAll(PointToPoint):
     def exchange(self, mine: Sequence[Tensor], counts: Sequence[int], routes: Sequence[Route]) -> list[list[Tensor]]:
         length = routes[self.rank][1] - routes[self.rank][0]
         lengths = [stop - start for start, stop in routes]
-        in_order = all(a[1] == b[0] for a, b in zip(routes[:-1], routes[1:], strict=True))
+        in_order = all(a[1] == b[0] for a, b in itertools.pairwise(routes))
         if len(mine) == 1 and in_order:
             send = mine[0][routes[0][0] : routes[-1][1]]
         else:
@@ -130,7 +134,7 @@ class AllToAll(PointToPoint):
         return [[next(parts) for _ in range(count)] for count in counts]
 
     def all_gather(self, out: Tensor, own: Tensor) -> Callable[[], None]:
-        work = dist.all_gather_into_tensor(_bytes(out), _bytes(own.clone()), async_op=True)
+        work = _all_gather(_bytes(out), _bytes(own.clone()), async_op=True)
         return work.wait
 
 
@@ -156,7 +160,7 @@ def broadcast(tensors: Sequence[Tensor], source: int = 0) -> None:
 
 def _share(payload: bytes, size: int) -> list[bytes]:
     out = torch.empty(size * len(payload), dtype=torch.uint8)
-    dist.all_gather_into_tensor(out, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    _all_gather(out, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     whole = out.numpy().tobytes()
     return [whole[r * len(payload) : (r + 1) * len(payload)] for r in range(size)]
 

@@ -22,7 +22,7 @@ class SpaceWeights:
     """The working weights of one space on this rank.
 
     `shard`: this rank's part, 1-D, in the working dtype (fp32 where the parameters have several). `flat`: all parts.
-    Where all parameters have one dtype they are views of `flat`; else they have storages of their own, refilled from it.
+    Parameters of one dtype are views of `flat`; of several dtypes, they have storages of their own, refilled from it.
     """
 
     def __init__(self, space: Space, pieces: list[Piece], trained: Trained, transport: Transport, whole: bool) -> None:

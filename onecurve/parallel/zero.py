@@ -14,8 +14,8 @@ gradients, 3 also the working weights. No stage, width or transport changes a bi
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from onecurve.parallel.gradients import ContiguousGradients, GradientSpace, Stri
 from onecurve.parallel.mesh import Mesh
 from onecurve.parallel.norms import local_max, local_squares, norm
 from onecurve.parallel.ownership import OwnedRange, OwnershipTable
+from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference
 from onecurve.parallel.tree import contiguous_leaves, tree_sum
 from onecurve.parallel.units import Units, extras, survey
 from onecurve.parallel.weights import GatheredWeights, WholeWeights
@@ -41,7 +42,8 @@ class Stats:
 
     `loss`: mean over the step's unmasked tokens (nan without any). `norm`: of the mean gradient, before clipping.
     `tokens`: unmasked tokens of the whole step. `finite`: loss and every gradient element. `vote`: bitwise or of what
-    the ranks passed to `step`.
+    the ranks passed to `step`. `replicas`: by rank, the digest of the weights that this step's gradients came from
+    (where `step` was asked to check them).
     """
 
     loss: float
@@ -49,6 +51,7 @@ class Stats:
     tokens: int
     finite: bool
     vote: int = 0
+    replicas: tuple[int, ...] = ()
     accepted: bool = False
 
 
@@ -91,7 +94,7 @@ class ZeroOptimizer:
         self.leaves, self.accumulate, self.clip = leaves, accumulate, clip
         self.lr = lr
         self.rule = AdamW(betas, eps, weight_decay)
-        trained = survey(model, units)
+        self.trained = trained = survey(model, units)
         self.table = OwnershipTable(trained.specs, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, stage=stage)
         self.share = self.table.share(mesh.rank)
         self.updates = 0
@@ -99,9 +102,7 @@ class ZeroOptimizer:
         self.master = torch.zeros(self.share.local)
         self.exp_avg = torch.zeros(self.share.local)
         self.exp_avg_sq = torch.zeros(self.share.local)
-        for place in self.held():
-            whole = trained.parameters[place.name].detach().reshape(-1)
-            self.master[place.at : place.at + place.length] = whole[place.offset : place.offset + place.length]
+        self._fill(trained.parameters)
         space = GradientSpace(self.share, trained)
         self._gradients: ContiguousGradients | StridedGradients
         if stage < 2:
@@ -135,6 +136,20 @@ class ZeroOptimizer:
         """Frozen parameters and buffers by name: saved and restored beside the trained state."""
         return extras(self.model)
 
+    def reset(self, parameters: Mapping[str, Tensor]) -> None:
+        """Begin again from whole `parameters` by name, with zero moments and no updates. Collective."""
+        self._fill(parameters)
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+        self.updates = 0
+        self.refresh()
+
+    def _fill(self, parameters: Mapping[str, Tensor]) -> None:
+        """Take the ranges that this rank holds as its masters."""
+        for place in self.held():
+            whole = parameters[place.name].detach().reshape(-1)
+            self.master[place.at : place.at + place.length] = whole[place.offset : place.offset + place.length]
+
     def refresh(self) -> None:
         """Rebuild the working weights from the masters. Collective; call after changing `master` (a load)."""
         self.weights.refresh(self.master)
@@ -158,12 +173,20 @@ class ZeroOptimizer:
         self._tokens += tokens
         self._gradients.end(self.leaf_ids[index], last=micro == self.accumulate - 1)
 
-    def step(self, accept: Callable[[Stats], bool] | None = None, *, lr: float | None = None, vote: int = 0) -> Stats:
+    def step(
+        self,
+        accept: Callable[[Stats], bool] | None = None,
+        *,
+        lr: float | None = None,
+        vote: int = 0,
+        check_replicas: bool = False,
+    ) -> Stats:
         """Reduce the gradients, ask `accept`, and update. Collective.
 
         `accept(stats)` decides, on every rank alike, whether the weights change; by default they do if everything is
-        finite. A step without a token never changes them. `lr` overrides the rate of this update. Raises UsageError
-        if `backward` was not called for every micro-batch.
+        finite. A step without a token never changes them. `lr` overrides the rate of this update. `check_replicas`
+        compares the working weights of all ranks (stages 0 to 2; stage 3 has no copies). Raises UsageError if
+        `backward` was not called for every micro-batch, ReplicasDiffer where a rank's weights are not the others'.
         """
         expected = len(self.leaf_ids) * self.accumulate
         if self._calls != expected:
@@ -172,14 +195,24 @@ class ZeroOptimizer:
                 f"{self.accumulate} micro-batches on rank {self.mesh.rank})"
             )
         gradient = self._gradients.reduce()
-        stats = self._agree(gradient, vote)
+        replicas = self.replicas() if check_replicas else {}
+        stats = self._agree(gradient, vote, digest(replicas) if replicas else 0)
+        if odd := differing(stats.replicas):
+            name = name_difference(self.mesh, replicas, odd)
+            raise ReplicasDiffer(
+                f"update {self.updates + 1}: rank {', '.join(map(str, odd))} holds another {name} than the other ranks"
+            )
         wanted = stats.finite if accept is None else accept(stats)
         if wanted and stats.tokens:
             rate = lr if lr is not None else self.lr(self.updates) if callable(self.lr) else self.lr
             self._update(gradient, stats, rate)
-            stats = Stats(stats.loss, stats.norm, stats.tokens, stats.finite, stats.vote, accepted=True)
+            stats = replace(stats, accepted=True)
         self._begin_step()
         return stats
+
+    def replicas(self) -> dict[str, Tensor]:
+        """What must be a bitwise copy on all ranks, by name: the working weights, unless they are sharded."""
+        return {} if self.stage == 3 else {name: p.detach() for name, p in self.trained.parameters.items()}
 
     def parameter_norm(self) -> float:
         """The norm of all trained parameters (masters), by exact integers. Collective."""
@@ -200,26 +233,29 @@ class ZeroOptimizer:
         self._tokens = 0
         self._losses = [0.0] * len(self.leaf_ids)
 
-    def _agree(self, gradient: Sequence[tuple[int, Tensor]], vote: int) -> Stats:
+    def _agree(self, gradient: Sequence[tuple[int, Tensor]], vote: int, replica: int) -> Stats:
         """One message each: losses, tokens, votes and the largest element; then the sum of squares."""
         most = -(-self.leaves // self.mesh.dp)
-        form = struct.Struct(f"<dqq{most}d")
+        form = struct.Struct(f"<dqqQ{most}d")
         mine = self._primary(gradient)
         largest = max((local_max(t) for t in mine), default=0.0)
         losses = self._losses + [0.0] * (most - len(self._losses))
-        messages = [form.unpack(m) for m in self.mesh.transport.share(form.pack(largest, self._tokens, vote, *losses))]
+        messages = [
+            form.unpack(m) for m in self.mesh.transport.share(form.pack(largest, self._tokens, vote, replica, *losses))
+        ]
         maximum = max(m[0] for m in messages)
         tokens = sum(m[1] for m in messages)
         votes = 0
         by_leaf = [0.0] * self.leaves
         for rank, message in enumerate(messages):
             votes |= message[2]
-            for leaf, loss in zip(self._leaves_of(rank), message[3:], strict=False):
+            for leaf, loss in zip(self._leaves_of(rank), message[4:], strict=False):
                 by_leaf[leaf] = loss
         total = tree_sum(by_leaf)
         finite = math.isfinite(total) and math.isfinite(maximum)
         size = self._sum_norm(mine, maximum)
-        return Stats(total / tokens if tokens else math.nan, size / tokens if tokens else 0.0, tokens, finite, votes)
+        loss, size = (total / tokens, size / tokens) if tokens else (math.nan, 0.0)
+        return Stats(loss, size, tokens, finite, votes, tuple(m[3] for m in messages))
 
     def _leaves_of(self, rank: int) -> Sequence[int]:
         width = self.mesh.dp
