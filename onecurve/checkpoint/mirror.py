@@ -41,7 +41,7 @@ class Remote:
 
     def __init__(self, url: str) -> None:
         # Imported here: most runs have no mirror, and it takes 50 ms.
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.core import url_to_fs
 
         self.shown = without_secrets(url)
         try:

@@ -48,9 +48,7 @@ def test_copied_kept_and_fetched(tmp_path, url):
     assert latest_checkpoint(tmp_path / "back") == (path, [])
 
 
-@pytest.mark.parametrize(
-    "name", ["rank-0000.safetensors", "rank-0001.safetensors", "manifest.json", "manifest.sha256"]
-)
+@pytest.mark.parametrize("name", ["rank-0000.safetensors", "rank-0001.safetensors", "manifest.json", "manifest.sha256"])
 @pytest.mark.parametrize("damage", ["flipped", "longer", "removed"])
 def test_a_damaged_copy_is_passed_over(tmp_path, name, damage):
     url = f"memory://{uuid.uuid4().hex}"
