@@ -13,6 +13,7 @@ reduced on their own and added to the first use once, at the end.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,26 @@ class GradientSpace:
 
     def views(self, buffer: Tensor, names: Sequence[str], places: dict[str, int]) -> dict[str, Tensor]:
         return {n: buffer[places[n] :][: self.leaves[n].numel()].view(self.leaves[n].shape) for n in names}
+
+
+class Pool:
+    """Tensors of one shape that are made once and used again."""
+
+    def __init__(self) -> None:
+        self.every: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor) -> Tensor:
+        if not self._free:
+            self.give(torch.empty_like(like))
+            self.every.append(self._free[-1])
+        return self._free.pop()
+
+    def give(self, tensor: Tensor) -> None:
+        self._free.append(tensor)
+
+    def reset(self) -> None:
+        self._free = list(self.every)
 
 
 class ContiguousGradients:
@@ -162,7 +183,7 @@ class ContiguousGradients:
 
     def _add_cast(self, name: str) -> Callable[[nn.Parameter], None]:
         def hook(p: nn.Parameter) -> None:
-            assert self._current is not None
+            assert self._current is not None and p.grad is not None
             self._views[self._current.data_ptr()][name].add_(p.grad)
             p.grad = None
 
@@ -202,13 +223,12 @@ class StridedGradients:
         self._retired: Tensor | None = None
         self._views: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
         self._trees: dict[Band, TreeSum] = {}
-        self._kept: dict[Band, list[Tensor]] = {}
+        self._pools: list[Pool] = []
         for bands in space.unit_bands.values():
             for band in bands:
-                pool = self._kept[band] = []
-                self._trees[band] = TreeSum(
-                    lambda like, pool=pool: pool.pop() if pool else torch.empty_like(like), pool.append
-                )
+                pool = Pool()
+                self._pools.append(pool)
+                self._trees[band] = TreeSum(pool.take, pool.give)
         for name, p in space.leaves.items():
             p.register_post_accumulate_grad_hook(self._hook(name))
 
@@ -222,6 +242,9 @@ class StridedGradients:
         self._last = micro == self._accumulate - 1
         self._remaining = {unit: len(names) for unit, names in self._names.items()}
         self._pending = list(self._order)
+        if self._tick == 0 and micro == 0:
+            for pool in self._pools:
+                pool.reset()  # the sums of the step before are used up
         if micro == 0 and self._accumulate > 1:
             if self._whole is None:
                 self._whole = self._transport.empty(self._space.size, torch.float32)
@@ -266,8 +289,7 @@ class StridedGradients:
 
     def live(self) -> list[Tensor]:
         whole = [self._whole] if self._whole is not None else []
-        counters = [p.tensor for tree in self._trees.values() for p in tree.partials()]
-        return [*whole, *self._buffers, *counters, *(t for pool in self._kept.values() for t in pool)]
+        return [*whole, *self._buffers, *(t for pool in self._pools for t in pool.every)]
 
     def _base(self, unit: str, name: str) -> int:
         """What to subtract from a leaf's place in the gradient space to get its place in the unit's buffer."""
@@ -282,6 +304,7 @@ class StridedGradients:
         unit = self._space.unit_of[name]
 
         def hook(p: nn.Parameter) -> None:
+            assert p.grad is not None
             self._buffer(unit)[1][name].add_(p.grad)
             p.grad = None
             self._remaining[unit] -= 1
@@ -312,7 +335,7 @@ class StridedGradients:
         """Exchange the units that are next in the fixed order and whose gradients are all there."""
         while self._pending and (everything or self._remaining[self._pending[0]] == 0):
             unit = self._pending.pop(0)
-            self.record(lambda unit=unit: self._exchange(unit, None))
+            self.record(partial(self._exchange, unit, None))
             buffer, _ = self._buffer(unit)
             self._exchange(unit, buffer)
             if self._whole is None:

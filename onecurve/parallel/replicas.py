@@ -45,4 +45,5 @@ def name_difference(mesh: Mesh, tensors: Mapping[str, Tensor], ranks: Sequence[i
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

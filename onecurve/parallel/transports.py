@@ -130,8 +130,8 @@ class AllToAll(PointToPoint):
         sent_bytes = [4 * n * len(mine) for n in lengths]
         received_bytes = [4 * length * count for count in counts]
         dist.all_to_all_single(_bytes(receive), _bytes(send), received_bytes, sent_bytes)
-        parts = iter(receive.split(length) if length else [receive] * sum(counts))
-        return [[next(parts) for _ in range(count)] for count in counts]
+        arrived = iter(receive.split(length) if length else [receive] * sum(counts))
+        return [[next(arrived) for _ in range(count)] for count in counts]
 
     def all_gather(self, out: Tensor, own: Tensor) -> Callable[[], None]:
         work = _all_gather(_bytes(out), _bytes(own.clone()), async_op=True)

@@ -43,9 +43,9 @@ class Trained:
 
 def default_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The model's own `units()` where it has one; else its children, containers (ModuleList, Sequential) opened."""
-    own = getattr(model, "units", None)
-    if callable(own):
-        return list(own())
+    own = getattr(type(model), "units", None)
+    if own is not None:
+        return list(own(model))
     found: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):

@@ -103,7 +103,7 @@ class SpaceWeights:
 
     @staticmethod
     def _grow(tensor: Tensor) -> None:
-        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        needed = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
         if tensor.untyped_storage().nbytes() < needed:
             tensor.untyped_storage().resize_(needed)
 

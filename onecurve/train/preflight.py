@@ -24,5 +24,5 @@ def preflight(plan: Plan) -> None:
     if needed > free:
         raise InputError(
             f"{folder}: {human_bytes(free)} free, but checkpoint.keep + 1 = {copies} checkpoints of "
-            f"{human_bytes(one)} need {human_bytes(needed)} more; free some space, lower checkpoint.keep, or move the run"
+            f"{human_bytes(one)} need {human_bytes(needed)}; free some space, lower checkpoint.keep, or move the run"
         )

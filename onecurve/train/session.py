@@ -178,9 +178,9 @@ class Session:
         """
         folder = self.saver.folder
         if at_most is not None and self.leader:
-            for step, path in list_steps(folder):
-                if step > at_most:
-                    remove_checkpoint(path)
+            for found in list_steps(folder):
+                if found.step > at_most:
+                    remove_checkpoint(found.path)
         self.mesh.barrier()
         path, reasons = latest_checkpoint(folder, self.mesh, curve_id=self.plan.curve_id, finite=True)
         for reason in reasons:
@@ -189,7 +189,7 @@ class Session:
         return path
 
     def go_back(self, rollback: Rollback) -> None:
-        """Rewind weights, moments, schedule, data, guard and metrics together; the loop replays the rest. Collective."""
+        """Rewind weights, moments, schedule, data, guard, metrics together; the loop replays the rest. Collective."""
         self.saver.drain()
         self.step = rollback.step - 1
         self.event(
