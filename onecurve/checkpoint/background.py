@@ -1,0 +1,137 @@
+"""Saves of one run, in the foreground or behind the training: one `Checkpointer` per rank.
+
+A background save costs the training a copy of the state. A thread hashes and writes that copy; it takes part in no
+collective, for two threads of a rank would enter them in different orders on different ranks. Instead the ranks vote at
+each step (`poll`) and, once all threads are done, commit together on their main threads. At most one save is in flight.
+What went wrong behind is raised by the next call, on all ranks alike.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onecurve.checkpoint.agree import agree
+from onecurve.checkpoint.errors import SaveFailed
+from onecurve.checkpoint.holdings import Saveable
+from onecurve.checkpoint.lock import Fence
+from onecurve.checkpoint.manifest import Manifest
+from onecurve.checkpoint.mirror import Mirror
+from onecurve.checkpoint.policy import MIN_KEEP, apply_retention
+from onecurve.checkpoint.save import PendingSave
+from onecurve.checkpoint.store import step_name
+from onecurve.errors import InputError
+
+
+class Checkpointer:
+    """Saves, retention and mirror of one run. `save`, `poll` and `drain` are collective and return the manifests of the
+    saves that they committed (at most two); a failed save raises, alike on all ranks, and leaves no save in flight.
+
+    `folder`: the run's `checkpoints`; `keep`: see `policy.to_remove`; `mirror`: copies each committed checkpoint away.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        optimizer: Saveable,
+        *,
+        background: bool = False,
+        keep: int = 3,
+        fence: Fence | None = None,
+        mirror: Mirror | None = None,
+    ) -> None:
+        if keep < MIN_KEEP:
+            raise InputError(f"checkpoint.keep = {keep}: at least {MIN_KEEP}")
+        self.folder, self.optimizer, self.background, self.keep = folder, optimizer, background, keep
+        self.fence, self.mirror = fence, mirror
+        self._scratch: list[np.ndarray] = []
+        self._pending: PendingSave | None = None
+        self._protect: int | None = None
+        self._done = threading.Event()
+        self._notes: list[str] = []
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step of the save that is not committed yet."""
+        return self._pending.step if self._pending else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank has nothing left to write. For callers that let the vote ride on an exchange of their own:
+        once all ranks are ready, `poll(True)`."""
+        return self._pending is None or self._done.is_set()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that the snapshots keep on this rank."""
+        return sum(buffer.nbytes for buffer in self._scratch)
+
+    def save(self, step: int, info: dict[str, Any] | None = None, *, protect: int | None = None) -> list[Manifest]:
+        """Collective: save the state as it is now. In the background it is committed by a later call; an earlier save
+        still in flight is waited for first. `protect`: retention keeps a checkpoint at or below this step."""
+        committed = self.drain()
+        self._protect = protect
+        pending = PendingSave(
+            self.folder,
+            self.optimizer,
+            step,
+            info=info,
+            fence=self.fence,
+            background=self.background,
+            scratch=self._scratch,
+        )
+        self._pending = pending
+        self._done.clear()
+        if self.background:
+            threading.Thread(target=self._run, args=(pending.write,), name=step_name(step), daemon=True).start()
+            return committed
+        self._run(pending.write)
+        return committed + self._commit()
+
+    def poll(self, all_ready: bool | None = None) -> list[Manifest]:
+        """Collective, once per step: commit the save in flight if all ranks have written theirs. `all_ready`: the
+        verdict, the same on all ranks, of a vote that was held already. No exchange where nothing is in flight."""
+        if self._pending is None:
+            return []
+        if all_ready is None:
+            all_ready = all(message["ready"] for message, _ in agree(self.optimizer.mesh, {"ready": self.ready}))
+        return self._commit() if all_ready else []
+
+    def drain(self) -> list[Manifest]:
+        """Collective: wait for the save in flight and commit it."""
+        return self._commit() if self._pending is not None else []
+
+    def close(self) -> list[Manifest]:
+        """Collective: `drain`, and wait for the mirror."""
+        committed = self.drain()
+        if self.mirror is not None:
+            self.mirror.drain()
+        return committed
+
+    def take_notes(self) -> list[str]:
+        """Rank 0: what should be said and is no reason to stop (a removal or a mirror copy that failed), once each."""
+        notes, self._notes = self._notes, []
+        return notes + (self.mirror.take_notes() if self.mirror is not None else [])
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        finally:
+            self._done.set()
+
+    def _commit(self) -> list[Manifest]:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise SaveFailed("no save is in flight")
+        self._done.wait()
+        return [pending.finish(self._after_commit)]
+
+    def _after_commit(self, manifest: Manifest) -> None:
+        """On rank 0, with the checkpoint in place: nothing here may stop the run."""
+        spare: set[int] = set()
+        if self.mirror is not None:
+            self.mirror.submit(self.folder / step_name(manifest.step))
+            spare = self.mirror.waiting
+        self._notes += apply_retention(self.folder, manifest, self.keep, protect=self._protect, spare=spare)

@@ -1,0 +1,137 @@
+"""The state digest: one hash over masters and moments, the same for every layout, computed shard by shard.
+
+    leaf   sha256 over 2^14 elements in a row (little-endian fp32) of one (kind, parameter, slice); the last is shorter
+    node   sha256 over the canonical JSON [kind, parameter, slice, elements] and its leaves
+    root   sha256 over all nodes: kind by kind, parameters in the model's order, slices in order
+
+Each holder hashes the chunks that it holds whole and hands over the bytes of those it shares with a neighbour; one
+exchange later everybody has all leaves. A holder is a rank with its shard, or a file of a checkpoint: same code.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from onecurve.checkpoint.errors import DamagedCheckpoint
+from onecurve.checkpoint.manifest import KINDS, canonical_json
+
+CHUNK = 1 << 14  # elements: 64 KiB, small beside a shard, and in cache while it is hashed
+
+
+class Slot(NamedTuple):
+    """One (parameter, slice) of the model, with its number of elements; slots are in canonical order."""
+
+    name: str
+    slice: int
+    numel: int
+
+
+class Range(Protocol):
+    """`length` elements of (`name`, `slice`) from `offset` on, at position `at` of the holder's buffers."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def slice(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def at(self) -> int: ...
+
+
+@dataclass
+class Part:
+    """What one holder contributes: hashes of whole chunks, keyed (kind, slot, chunk), and bytes of cut ones, keyed
+    (kind, slot, offset)."""
+
+    leaves: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+    fragments: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+
+    def pack(self) -> tuple[dict[str, Any], bytes]:
+        """A JSON header and a blob, for `agree`."""
+        runs: list[list[int]] = []  # [kind, slot, first chunk, chunks]
+        for kind, slot, chunk in self.leaves:
+            if runs and runs[-1][:2] == [kind, slot] and sum(runs[-1][2:]) == chunk:
+                runs[-1][3] += 1
+            else:
+                runs.append([kind, slot, chunk, 1])
+        header = {
+            "leaves": runs,
+            "fragments": [[*key, len(data)] for key, data in self.fragments.items()],
+        }
+        return header, b"".join([*self.leaves.values(), *self.fragments.values()])
+
+    @classmethod
+    def unpack(cls, header: Mapping[str, Any], blob: bytes) -> "Part":
+        part, at = cls(), 0
+        for kind, slot, first, count in header["leaves"]:
+            for chunk in range(first, first + count):
+                part.leaves[kind, slot, chunk] = blob[at : at + 32]
+                at += 32
+        for kind, slot, offset, size in header["fragments"]:
+            part.fragments[kind, slot, offset] = blob[at : at + size]
+            at += size
+        return part
+
+
+def slots_of(parameters: Iterable[Any]) -> list[Slot]:
+    """The slots of parameters that have `name`, `shape` and `slices` (a table's, or a manifest's tensors)."""
+    slots = []
+    for spec in parameters:
+        numel = 1
+        for size in spec.shape:
+            numel *= size
+        slots += [Slot(spec.name, index, numel // spec.slices) for index in range(spec.slices)]
+    return slots
+
+
+def digest_part(slots: Sequence[Slot], ranges: Iterable[Range], buffers: Sequence[np.ndarray]) -> Part:
+    """Hash this holder's `ranges` of its `buffers`: one 1-D fp32 array for each of KINDS."""
+    part = Part()
+    order = {(slot.name, slot.slice): index for index, slot in enumerate(slots)}
+    ranges = list(ranges)
+    for kind in range(len(KINDS)):
+        data = buffers[kind].data.cast("B") if buffers[kind].size else memoryview(b"")
+        for r in ranges:
+            slot, offset, end = order[r.name, r.slice], r.offset, r.offset + r.length
+            base = 4 * (r.at - r.offset)  # byte position of the slice's element 0, had we held it
+            while offset < end:
+                stop = min(end, (offset // CHUNK + 1) * CHUNK)
+                view = data[base + 4 * offset : base + 4 * stop]
+                if offset % CHUNK == 0 and (stop % CHUNK == 0 or stop == slots[slot].numel):
+                    part.leaves[kind, slot, offset // CHUNK] = hashlib.sha256(view).digest()
+                else:
+                    part.fragments[kind, slot, offset] = bytes(view)
+                offset = stop
+    return part
+
+
+def combine(slots: Sequence[Slot], parts: Iterable[Part]) -> str:
+    """The root, in hex, from everybody's parts. Raises DamagedCheckpoint where they leave a hole."""
+    leaves: dict[tuple[int, int, int], bytes] = {}
+    cut: dict[tuple[int, int, int], list[tuple[int, bytes]]] = {}
+    for part in parts:
+        leaves.update(part.leaves)
+        for (kind, slot, offset), data in part.fragments.items():
+            cut.setdefault((kind, slot, offset // CHUNK), []).append((offset, data))
+    for (kind, slot, chunk), pieces in cut.items():
+        pieces.sort()
+        data = b"".join(piece for _, piece in pieces)
+        if len(data) == 4 * min(CHUNK, slots[slot].numel - chunk * CHUNK):
+            leaves[kind, slot, chunk] = hashlib.sha256(data).digest()
+    root = hashlib.sha256()
+    for kind, kind_name in enumerate(KINDS):
+        for index, (name, part_of, numel) in enumerate(slots):
+            node = hashlib.sha256(canonical_json([kind_name, name, part_of, numel]))
+            for chunk in range(-(-numel // CHUNK)):
+                leaf = leaves.get((kind, index, chunk))
+                if leaf is None:
+                    raise DamagedCheckpoint(f"{kind_name} of {name}, slice {part_of}: nobody holds chunk {chunk}")
+                node.update(leaf)
+            root.update(node.digest())
+    return root.hexdigest()

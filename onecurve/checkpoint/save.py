@@ -1,0 +1,255 @@
+"""Saving: every rank writes the ranges it owns, rank 0 commits.
+
+    begin    rank 0 makes the temp folder            -> share 1: its name, and which rank knows which extras
+    write    each rank: its file, sha256, digest leaves; no collective, so it may run on another thread
+    finish   sizes, hashes, leaves, cut chunks       -> share 2: the manifest on rank 0, commit
+                                                     -> share 3: the manifest's bytes, to all
+
+Every share also carries errors (see agree.py): all ranks raise the same one, and rank 0 removes the temp folder.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onecurve import __version__, faults
+from onecurve.checkpoint import store
+from onecurve.checkpoint.agree import Message, Shares, agree, attempt
+from onecurve.checkpoint.digest import Part, combine, digest_part, slots_of
+from onecurve.checkpoint.errors import CheckpointError, SaveFailed, save_error
+from onecurve.checkpoint.holdings import (
+    OwnedPart,
+    Saveable,
+    dtype_name,
+    gather_extras,
+    owned_in_order,
+    owned_places,
+    snapshot,
+    spans,
+)
+from onecurve.checkpoint.lock import Fence
+from onecurve.checkpoint.manifest import KINDS, ExtraEntry, FileEntry, Manifest, TensorEntry
+from onecurve.checkpoint.shard import Layout, Spec, file_layout, floats, raw, write_new
+
+INFO_FIELDS = ("curve_id", "numerics", "layout", "data_fingerprint", "data_step", "skipped", "guard", "faults")
+_OVERLAP_BYTES = 1 << 20  # above this, a foreground save writes on a second thread while it hashes
+
+
+class Written(NamedTuple):
+    """What one rank's `write` has to tell."""
+
+    file: FileEntry | None  # None: this rank owns nothing, and wrote nothing
+    part: Part
+    extras: list[ExtraEntry]
+    finite: bool
+
+
+class PendingSave:
+    """One save between its collective beginning and its collective end.
+
+    With `background` the state is copied first, into `scratch` (12 bytes per owned element, used again by the next
+    save), and `write` may run on another thread while the optimizer goes on; without, `write` reads the live tensors.
+    `__init__` and `finish` are collective; `write` is not.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        optimizer: Saveable,
+        step: int,
+        *,
+        info: dict[str, Any] | None = None,
+        fence: Fence | None = None,
+        background: bool = False,
+        scratch: list[np.ndarray] | None = None,
+    ) -> None:
+        self.folder, self.step, self.fence, self.background = folder, step, fence, background
+        self.mesh: Shares = optimizer.mesh
+        self.rank = self.mesh.rank
+        self.table, self.updates = optimizer.table, optimizer.updates
+        axes = {axis: getattr(self.mesh, axis) for axis in ("dp", "tp", "pp") if hasattr(self.mesh, axis)}
+        self.info: dict[str, Any] = {"layout": axes | {"zero": optimizer.stage}, "data_step": step} | (info or {})
+        self.file_name = f"rank-{self.rank:04d}.safetensors"
+        self.ranges: list[OwnedPart] = []
+        self._buffers: list[np.ndarray] = []
+        self._written: Written | None = None
+
+        own = optimizer.extras()
+        temp, error = attempt(self._open, partial(save_error, self.rank, f"can't begin a save in {folder}"))
+        self._temp = folder / (temp or "")
+        try:
+            told = agree(self.mesh, {"temp": temp, "extras": sorted(own)}, error=error)
+            self._temp = folder / told[0][0]["temp"]
+            self.extras: dict[str, Tensor] = gather_extras(self.mesh, own, [message["extras"] for message, _ in told])
+        except CheckpointError as error:
+            if temp:
+                self._discard(error)
+            raise
+        take = partial(self._take, optimizer, [] if scratch is None else scratch)
+        _, self._error = attempt(take, partial(save_error, self.rank, f"can't copy the state of step {step}"))
+
+    def _open(self) -> str:
+        unknown = sorted(set(self.info) - set(INFO_FIELDS))
+        if unknown:
+            raise SaveFailed(f"info has no place for {', '.join(unknown)}; known are {', '.join(INFO_FIELDS)}")
+        faults.at("save.begin", rank=self.rank, step=self.step)
+        return store.open_temp(self.folder, self.step).name if self.rank == 0 else ""
+
+    def _take(self, optimizer: Saveable, scratch: list[np.ndarray]) -> None:
+        states = [getattr(optimizer, kind).detach() for kind in KINDS]
+        self.ranges = owned_places(optimizer)
+        if self.background or any(state.device.type != "cpu" for state in states):
+            self._buffers, self.ranges = snapshot(states, self.ranges, scratch)
+            self.extras = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in self.extras.items()}
+        else:
+            self._buffers = [floats(state) for state in states]
+            self.extras = {name: t.detach().contiguous() for name, t in self.extras.items()}
+
+    def write(self) -> None:
+        """Write and hash this rank's file. Never raises an Exception: `finish` shares what went wrong."""
+        if self._error is None:
+            to_error = partial(save_error, self.rank, f"can't write {self._temp / self.file_name}")
+            self._written, self._error = attempt(self._write, to_error)
+
+    def _write(self) -> Written:
+        faults.at("save.write", rank=self.rank, step=self.step)
+        count = sum(r.length for r in self.ranges)
+        specs = [Spec(f"extra.{name}", dtype_name(t), tuple(t.shape)) for name, t in self.extras.items()]
+        contents = self._contents(file_layout(count, specs)) if count or specs else []
+        hasher = hashlib.sha256()
+        with ThreadPoolExecutor(1) if 12 * count > _OVERLAP_BYTES and not self.background else _Inline() as pool:
+            writing = pool.submit(write_new, self._temp / self.file_name, contents) if contents else None
+            for view in contents:
+                hasher.update(view)
+            part = digest_part(slots_of(self.table.parameters), self.ranges, self._buffers)
+            finite = all(_finite(buffer[a:b]) for buffer in self._buffers for a, b in spans(self.ranges))
+            if writing is not None:
+                writing.result()
+        size = sum(len(view) for view in contents)
+        entry = FileEntry(name=self.file_name, size=size, sha256=hasher.hexdigest()) if contents else None
+        faults.at("save.written", rank=self.rank, step=self.step)
+        return Written(entry, part, [self._extra_entry(name) for name in self.extras], finite)
+
+    def _contents(self, layout: Layout) -> list[memoryview | bytes]:
+        """The file's bytes, in order: the header, then views of the memory they are in."""
+        contents: list[memoryview | bytes] = [layout.header]
+        for spec in layout.specs:
+            if spec.key in KINDS:
+                buffer = self._buffers[KINDS.index(spec.key)]
+                contents += [buffer[start:stop].data.cast("B") for start, stop in spans(self.ranges)]
+            elif spec.nbytes:
+                contents.append(raw(self.extras[spec.key.removeprefix("extra.")]))
+        return contents
+
+    def _extra_entry(self, name: str) -> ExtraEntry:
+        t = self.extras[name]
+        sha256 = hashlib.sha256(raw(t) if t.numel() else b"").hexdigest()
+        return ExtraEntry(name=name, shape=list(t.shape), dtype=dtype_name(t), file=self.file_name, sha256=sha256)
+
+    def finish(self, after_commit: Callable[[Manifest], None] | None = None) -> Manifest:
+        """Collective. Gather, commit on rank 0, and return the manifest on all ranks; or raise the same error on all.
+
+        `after_commit` runs on rank 0 once the checkpoint is in place.
+        """
+        header: dict[str, Any] = {}
+        blob = b""
+        if self._written is not None:
+            header, blob = self._written.part.pack()
+            header["file"] = self._written.file and self._written.file.model_dump()
+            header["extras"] = [extra.model_dump() for extra in self._written.extras]
+            header["finite"] = self._written.finite
+        elif self._error is None:
+            self._error = SaveFailed(f"rank {self.rank}: finished before it was written")
+        try:
+            told = agree(self.mesh, header, blob, self._error)
+            to_error = partial(save_error, self.rank, f"can't commit step {self.step} in {self.folder}")
+            data, error = attempt(partial(self._commit, told), to_error)
+            committed = agree(self.mesh, {}, data or b"", error)[0][1]
+        except CheckpointError as error:
+            self._discard(error)
+            raise
+        manifest = Manifest.model_validate_json(committed)
+        if after_commit is not None and self.rank == 0:
+            after_commit(manifest)
+        return manifest
+
+    def _commit(self, told: list[Message]) -> bytes:
+        if self.rank != 0:
+            return b""
+        faults.at("save.commit", rank=self.rank, step=self.step)
+        parts = [Part.unpack(header, blob) for header, blob in told]
+        tensors = {
+            spec.name: TensorEntry(name=spec.name, shape=list(spec.shape), dtype=spec.dtype, slices=spec.slices,
+                                   split=getattr(spec, "split", None))
+            for spec in self.table.parameters
+        }  # fmt: skip
+        for rank, (header, _) in enumerate(told):
+            for r in owned_in_order(self.table, rank) if header["file"] else ():
+                tensors[r.name].ranges.setdefault(header["file"]["name"], []).append((r.slice, r.offset, r.length))
+        manifest = Manifest(
+            step=self.step,
+            state_digest=combine(slots_of(self.table.parameters), parts),
+            updates=self.updates,
+            finite=all(header["finite"] for header, _ in told),
+            wall_clock=time.time(),
+            onecurve=__version__,
+            files=[FileEntry(**header["file"]) for header, _ in told if header["file"]],
+            tensors=list(tensors.values()),
+            extras=[ExtraEntry(**extra) for header, _ in told for extra in header["extras"]],
+            **self.info,
+        )
+        data = manifest.to_bytes()
+        store.commit(self.folder, self._temp, self.step, data, self.fence)
+        return data
+
+    def _discard(self, error: CheckpointError) -> None:
+        """Remove the temp folder: on rank 0, when no rank writes into it any more."""
+        if self.rank == 0:
+            _, left = attempt(partial(store.discard, self._temp), partial(save_error, 0, f"can't remove {self._temp}"))
+            if left is not None:
+                error.args = (f"{error} (and then {left})",)
+
+
+class _Inline:
+    """An executor that runs at once, on this thread."""
+
+    def __enter__(self) -> "_Inline":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, work: Callable[..., None], *args: Any) -> None:
+        work(*args)
+
+
+def _finite(values: np.ndarray) -> bool:
+    """aminmax lets NaN through, and runs at memory speed."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(torch.from_numpy(values)))).all())
+
+
+def save_checkpoint(
+    folder: Path,
+    optimizer: Saveable,
+    step: int,
+    *,
+    info: dict[str, Any] | None = None,
+    fence: Fence | None = None,
+    after_commit: Callable[[Manifest], None] | None = None,
+) -> Manifest:
+    """Collective: write the optimizer's state as `folder`/step-NNNNNNNN and return its manifest, alike on every rank.
+
+    `folder` is the run's `checkpoints` folder, on a file system that all ranks see. `info` gives the manifest's
+    INFO_FIELDS. Raises the same SaveFailed (DiskFull, NotWritable, Superseded) on all ranks, names rank and file, and
+    leaves older checkpoints as they were.
+    """
+    save = PendingSave(folder, optimizer, step, info=info, fence=fence)
+    save.write()
+    return save.finish(after_commit)

@@ -1,0 +1,82 @@
+"""A folder that appears whole or not at all."""
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from onecurve.data.sources import show
+from onecurve.errors import InputError
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A private folder to write into, beside `out`; renamed to `out` when the block ends, removed when it fails.
+
+    What a killed predecessor left beside `out` is removed: its lock ended with it. Raises InputError where `out`
+    exists already, or where the place can't be written.
+    """
+    if os.path.lexists(out):
+        raise InputError(f"--out {show(out)}: it exists already; name a new folder or remove this one first")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(out)
+        folder, lock = _create_locked(out)
+        try:
+            yield folder
+            _sync(folder)
+            if os.path.lexists(out):
+                raise InputError(f"--out {show(out)}: it was made by somebody else meanwhile; name a new folder")
+            folder.rename(out)
+            _sync(out.parent)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(
+            f"--out {show(out)}: can't be written ({reason}); name a place with room and rights"
+        ) from error
+
+
+def _create_locked(out: Path) -> tuple[Path, int]:
+    while True:
+        folder = out.parent / f"{_prefix(out)}{secrets.token_hex(4)}"
+        folder.mkdir()
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Between the two calls another process may have taken the folder for an abandoned one.
+        if folder.exists() and os.path.samestat(os.fstat(lock), folder.stat()):
+            return folder, lock
+        os.close(lock)
+
+
+def _remove_abandoned(out: Path) -> None:
+    for folder in out.parent.iterdir():
+        if not folder.name.startswith(_prefix(out)) or folder.is_symlink() or not folder.is_dir():
+            continue
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue  # its owner lives
+        finally:
+            os.close(lock)
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}.partial-"
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

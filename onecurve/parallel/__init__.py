@@ -1,0 +1,7 @@
+"""Ranks, ownership, and the exchanges between them. Nothing here knows of training runs or run folders."""
+
+from onecurve.parallel.mesh import Mesh
+from onecurve.parallel.replicate import replicate
+from onecurve.parallel.zero import Stats, ZeroOptimizer
+
+__all__ = ["Mesh", "Stats", "ZeroOptimizer", "replicate"]

@@ -1,0 +1,48 @@
+"""Replicas that must be bitwise copies, compared by digest.
+
+The digest of all that is replicated is eight bytes and rides on the step's exchange; only where it differs do the ranks
+share one digest per tensor, to name the first that is not the same everywhere.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from onecurve.errors import OnecurveError
+from onecurve.parallel.mesh import Mesh
+
+
+class ReplicasDiffer(OnecurveError):
+    """A rank's copy of a tensor is not the others'."""
+
+
+def digest(tensors: Mapping[str, Tensor]) -> int:
+    """64 bits of a hash over the tensors' bytes, in their order; never 0."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for tensor in tensors.values():
+        hasher.update(_raw(tensor))
+    return int.from_bytes(hasher.digest(), "little") | 1
+
+
+def differing(digests: Sequence[int]) -> list[int]:
+    """The ranks whose digest is not that of the majority (of the lowest rank, in a tie)."""
+    common = Counter(digests).most_common(1)[0][0]
+    return [rank for rank, found in enumerate(digests) if found != common]
+
+
+def name_difference(mesh: Mesh, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> str:
+    """The first tensor that is not the same on `ranks` as on the others. Collective."""
+    mine = {name: digest({name: tensor}) for name, tensor in tensors.items()}
+    everywhere = [json.loads(m) for m in mesh.share(json.dumps(mine).encode())]
+    for name in tensors:
+        if differing([of_rank[name] for of_rank in everywhere]):
+            return name
+    return "none (the copies agree now)"
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,109 @@
+"""How a model is cut into units, and what the ownership table has to know of its parameters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from onecurve.errors import InputError
+from onecurve.parallel.ownership import ParamSpec
+
+Units = Sequence[tuple[str, nn.Module]]
+ROOT = "root"  # the unit of parameters that no other unit holds
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The trained parameters of a model, in canonical order.
+
+    `parameters`: by name. `specs`: one per name. `tied`: a second gradient leaf over the storage of another parameter,
+    {name of the second use: (its Parameter, name of the first)}. `modules`: unit -> module. `unit_of_use`: the unit in
+    which each gradient leaf, second uses included, is used. `needs`: unit -> units whose weights its module reads.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    specs: list[ParamSpec]
+    tied: dict[str, tuple[nn.Parameter, str]]
+    modules: dict[str, nn.Module]
+    unit_of_use: dict[str, str]
+    needs: dict[str, list[str]]
+
+    @property
+    def leaves(self) -> dict[str, nn.Parameter]:
+        """Every tensor that autograd accumulates into."""
+        return {**self.parameters, **{name: p for name, (p, _) in self.tied.items()}}
+
+    @property
+    def working_dtype(self) -> torch.dtype | None:
+        """The dtype of the working weights, None where they have several."""
+        dtypes = {p.dtype for p in self.parameters.values()}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def default_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The model's own `units()` where it has one; else its children, containers (ModuleList, Sequential) opened."""
+    own = getattr(model, "units", None)
+    if callable(own):
+        return list(own())
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            found += [(f"{name}.{i}", part) for i, part in child.named_children()]
+        else:
+            found.append((name, child))
+    return found
+
+
+def survey(model: nn.Module, units: Units | None) -> Trained:
+    """Collect the trained parameters of `model`. Raises InputError for one that can't be trained bit for bit."""
+    cut = list(units) if units is not None else default_units(model)
+    modules = dict(cut)
+    second = dict(getattr(model, "tied_uses", {}))
+    undecayed = model.undecayed() if hasattr(model, "undecayed") else set()
+    unit_of: dict[int, str] = {}
+    reads: dict[str, list[nn.Parameter]] = {unit: list(module.parameters()) for unit, module in cut}
+    for unit, parameters in reads.items():
+        for p in parameters:
+            unit_of.setdefault(id(p), unit)
+    if any(id(p) not in unit_of for p in model.parameters()):
+        modules[ROOT] = model
+        reads[ROOT] = list(model.parameters(recurse=False))
+
+    named = dict(model.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad and name not in second}
+    if not trained:
+        raise InputError("the model has no parameter with requires_grad=True: nothing to train")
+    for name, p in trained.items():
+        if not p.dtype.is_floating_point or p.dtype.itemsize > 4:
+            raise InputError(
+                f"parameter {name} is {p.dtype}: the masters are fp32, so float32 and narrower can be trained"
+            )
+    order = {unit: i for i, unit in enumerate(modules)}
+    by_unit = sorted(trained, key=lambda name: order[unit_of.get(id(trained[name]), ROOT)])  # stable: canonical order
+    specs = [
+        ParamSpec(
+            name=name,
+            shape=tuple(trained[name].shape),
+            dtype=str(trained[name].dtype).removeprefix("torch."),
+            unit=unit_of.get(id(trained[name]), ROOT),
+            decay=trained[name].ndim >= 2 and name not in undecayed,
+        )
+        for name in by_unit
+    ]
+    tied = {name: (named[name], source) for name, source in second.items() if named[name].requires_grad}
+    home = {id(trained[spec.name]): spec.unit for spec in specs} | {
+        id(p): unit_of[id(trained[source])] for p, source in tied.values()
+    }
+    needs = {
+        unit: sorted({home[id(p)] for p in reads[unit] if id(p) in home}, key=order.__getitem__) for unit in modules
+    }
+    uses = {spec.name: spec.unit for spec in specs} | {name: unit_of[id(p)] for name, (p, _) in tied.items()}
+    return Trained({spec.name: trained[spec.name] for spec in specs}, specs, tied, modules, uses, needs)
+
+
+def extras(model: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters and persistent buffers by name: state that is not trained, but belongs to the model."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    kept = model.state_dict(keep_vars=True)
+    return frozen | {name: b for name, b in model.named_buffers() if name in kept}

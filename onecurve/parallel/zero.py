@@ -1,0 +1,312 @@
+"""ZeRO (Rajbhandari et al. 2020) as one optimizer over one ownership table.
+
+One call of `step` is, on every rank:
+
+    1. exchange    partial gradient sums travel to the owner of each range, who finishes the tree   (gradients.py)
+    2. share       losses per leaf, token counts, largest gradient element                          48 bytes or so
+    3. share       exact sum of squares -> the gradient norm; one verdict, the same everywhere      16 bytes
+    4. update      gradient x (clip factor / tokens), AdamW on the ranges this rank holds
+    5. all-gather  masters, rounded to the working dtype, to whoever computes with them             (weights.py)
+
+The stages differ only in what is cut by W data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also the
+gradients, 3 also the working weights. No stage, width or transport changes a bit.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from onecurve.errors import InputError
+from onecurve.optim.adamw import AdamW
+from onecurve.parallel.gradients import ContiguousGradients, GradientSpace, StridedGradients
+from onecurve.parallel.mesh import Mesh
+from onecurve.parallel.norms import local_max, local_squares, norm
+from onecurve.parallel.ownership import OwnedRange, OwnershipTable
+from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference
+from onecurve.parallel.tree import contiguous_leaves, tree_sum
+from onecurve.parallel.units import Units, extras, survey
+from onecurve.parallel.weights import GatheredWeights, WholeWeights
+
+
+class UsageError(InputError):
+    """The library was called in an order or a number that can't be right."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What all ranks know of a step before the weights change; the same on every rank.
+
+    `loss`: mean over the step's unmasked tokens (nan without any). `norm`: of the mean gradient, before clipping.
+    `tokens`: unmasked tokens of the whole step. `finite`: loss and every gradient element. `vote`: bitwise or of what
+    the ranks passed to `step`. `replicas`: by rank, the digest of the weights that this step's gradients came from
+    (where `step` was asked to check them).
+    """
+
+    loss: float
+    norm: float
+    tokens: int
+    finite: bool
+    vote: int = 0
+    replicas: tuple[int, ...] = ()
+    accepted: bool = False
+
+
+class ZeroOptimizer:
+    """AdamW over the ownership table, ZeRO stage 0 to 3, with gradients of `leaves` leaves added in one fixed tree.
+
+    A step takes, on each rank and for each of its `leaf_ids` in order, `accumulate` calls of `backward`, then one of
+    `step`. The masters and moments are fp32: `master`, `exp_avg`, `exp_avg_sq`, 1-D, [elements this rank holds].
+    `lr`: a rate, or a function of the 0-based update number. `clip`: largest global gradient norm, 0 = off.
+    `units`: (name, module) pairs that are gathered and exchanged together; by default the model's own `units()`, else
+    its children.
+
+    Raises InputError if `leaves` is less than the data-parallel width, or a trained parameter is wider than fp32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        stage: int = 1,
+        leaves: int,
+        accumulate: int = 1,
+        lr: float | Callable[[int], float] = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip: float = 0.0,
+        units: Units | None = None,
+    ) -> None:
+        if stage not in (0, 1, 2, 3):
+            raise InputError(f"stage = {stage}: ZeRO has stages 0, 1, 2 and 3")
+        if not 1 <= mesh.dp <= leaves:
+            raise InputError(
+                f"leaves = {leaves}: fewer than the {mesh.dp} data-parallel ranks; raise leaves or lower dp"
+            )
+        if accumulate < 1:
+            raise InputError(f"accumulate = {accumulate}: at least one micro-batch per leaf")
+        self.model, self.mesh, self.stage = model, mesh, stage
+        self.leaves, self.accumulate, self.clip = leaves, accumulate, clip
+        self.lr = lr
+        self.rule = AdamW(betas, eps, weight_decay)
+        self.trained = trained = survey(model, units)
+        self.table = OwnershipTable(trained.specs, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, stage=stage)
+        self.share = self.table.share(mesh.rank)
+        self.updates = 0
+        # The state is laid out before the working weights move into their flat home, while parameters are whole.
+        self.master = torch.zeros(self.share.local)
+        self.exp_avg = torch.zeros(self.share.local)
+        self.exp_avg_sq = torch.zeros(self.share.local)
+        self._fill(trained.parameters)
+        space = GradientSpace(self.share, trained)
+        self._gradients: ContiguousGradients | StridedGradients
+        if stage < 2:
+            self._gradients = ContiguousGradients(space, mesh.transport, leaves)
+        else:
+            self._gradients = StridedGradients(space, mesh.transport, leaves, accumulate)
+        self.weights: WholeWeights | GatheredWeights
+        if isinstance(self._gradients, StridedGradients) and stage == 3:
+            self.weights = GatheredWeights(self.share, trained, mesh.transport, self._gradients.record)
+            self._gradients.weights = self.weights
+        else:
+            self.weights = WholeWeights(self.share, trained, mesh.transport)
+        self.weights.refresh(self.master)
+        self._segments = self._decay_segments()
+        self._begin_step()
+
+    @property
+    def leaf_ids(self) -> list[int]:
+        """The leaves that this rank runs, in the order in which it runs them."""
+        return self._gradients.leaf_ids
+
+    def held(self) -> list[OwnedRange]:
+        """The canonical ranges whose state this rank holds: what a load fills."""
+        return self.share.held(self.mesh.dp_rank)
+
+    def owned(self) -> list[OwnedRange]:
+        """The canonical ranges whose primary owner this rank is: what a save writes."""
+        return self.table.owned(self.mesh.rank)
+
+    def extras(self) -> dict[str, Tensor]:
+        """Frozen parameters and buffers by name: saved and restored beside the trained state."""
+        return extras(self.model)
+
+    def reset(self, parameters: Mapping[str, Tensor]) -> None:
+        """Begin again from whole `parameters` by name, with zero moments and no updates. Collective."""
+        self._fill(parameters)
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+        self.updates = 0
+        self.refresh()
+
+    def _fill(self, parameters: Mapping[str, Tensor]) -> None:
+        """Take the ranges that this rank holds as its masters."""
+        for place in self.held():
+            whole = parameters[place.name].detach().reshape(-1)
+            self.master[place.at : place.at + place.length] = whole[place.offset : place.offset + place.length]
+
+    def refresh(self) -> None:
+        """Rebuild the working weights from the masters. Collective; call after changing `master` (a load)."""
+        self.weights.refresh(self.master)
+
+    def backward(self, loss_sum: Tensor, tokens: int) -> None:
+        """Backward of one micro-batch's *sum* of token losses (scalar); `tokens` = how many were summed.
+
+        A leaf ends after `accumulate` calls. Raises UsageError on one call too many.
+        """
+        expected = len(self.leaf_ids) * self.accumulate
+        if self._calls == expected:
+            raise UsageError(
+                f"backward called {self._calls + 1} times before step; this rank has {len(self.leaf_ids)} leaves x "
+                f"{self.accumulate} micro-batches = {expected}"
+            )
+        index, micro = divmod(self._calls, self.accumulate)
+        self._calls += 1
+        self._gradients.begin(micro)
+        loss_sum.backward()
+        self._losses[index] += float(loss_sum.detach())
+        self._tokens += tokens
+        self._gradients.end(self.leaf_ids[index], last=micro == self.accumulate - 1)
+
+    def step(
+        self,
+        accept: Callable[[Stats], bool] | None = None,
+        *,
+        lr: float | None = None,
+        vote: int = 0,
+        check_replicas: bool = False,
+    ) -> Stats:
+        """Reduce the gradients, ask `accept`, and update. Collective.
+
+        `accept(stats)` decides, on every rank alike, whether the weights change; by default they do if everything is
+        finite. A step without a token never changes them. `lr` overrides the rate of this update. `check_replicas`
+        compares the working weights of all ranks (stages 0 to 2; stage 3 has no copies). Raises UsageError if
+        `backward` was not called for every micro-batch, ReplicasDiffer where a rank's weights are not the others'.
+        """
+        expected = len(self.leaf_ids) * self.accumulate
+        if self._calls != expected:
+            raise UsageError(
+                f"step called after {self._calls} of {expected} backward calls ({len(self.leaf_ids)} leaves x "
+                f"{self.accumulate} micro-batches on rank {self.mesh.rank})"
+            )
+        gradient = self._gradients.reduce()
+        replicas = self.replicas() if check_replicas else {}
+        stats = self._agree(gradient, vote, digest(replicas) if replicas else 0)
+        if odd := differing(stats.replicas):
+            name = name_difference(self.mesh, replicas, odd)
+            raise ReplicasDiffer(
+                f"update {self.updates + 1}: rank {', '.join(map(str, odd))} holds another {name} than the other ranks"
+            )
+        wanted = stats.finite if accept is None else accept(stats)
+        if wanted and stats.tokens:
+            rate = lr if lr is not None else self.lr(self.updates) if callable(self.lr) else self.lr
+            self._update(gradient, stats, rate)
+            stats = replace(stats, accepted=True)
+        self._begin_step()
+        return stats
+
+    def replicas(self) -> dict[str, Tensor]:
+        """What must be a bitwise copy on all ranks, by name: the working weights, unless they are sharded."""
+        return {} if self.stage == 3 else {name: p.detach() for name, p in self.trained.parameters.items()}
+
+    def parameter_norm(self) -> float:
+        """The norm of all trained parameters (masters), by exact integers. Collective."""
+        return self._global_norm([(0, self.master)])
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """The live tensors by what they are for: what a memory profile counts."""
+        return {
+            "parameters": [t for space in self.weights.spaces for t in space.live()],
+            "gradients": self._gradients.live(),
+            "master": [self.master],
+            "exp_avg": [self.exp_avg],
+            "exp_avg_sq": [self.exp_avg_sq],
+        }
+
+    def _begin_step(self) -> None:
+        self._calls = 0
+        self._tokens = 0
+        self._losses = [0.0] * len(self.leaf_ids)
+
+    def _agree(self, gradient: Sequence[tuple[int, Tensor]], vote: int, replica: int) -> Stats:
+        """One message each: losses, tokens, votes and the largest element; then the sum of squares."""
+        most = -(-self.leaves // self.mesh.dp)
+        form = struct.Struct(f"<dqqQ{most}d")
+        mine = self._primary(gradient)
+        largest = max((local_max(t) for t in mine), default=0.0)
+        losses = self._losses + [0.0] * (most - len(self._losses))
+        messages = [
+            form.unpack(m) for m in self.mesh.transport.share(form.pack(largest, self._tokens, vote, replica, *losses))
+        ]
+        maximum = max(m[0] for m in messages)
+        tokens = sum(m[1] for m in messages)
+        votes = 0
+        by_leaf = [0.0] * self.leaves
+        for rank, message in enumerate(messages):
+            votes |= message[2]
+            for leaf, loss in zip(self._leaves_of(rank), message[4:], strict=False):
+                by_leaf[leaf] = loss
+        total = tree_sum(by_leaf)
+        finite = math.isfinite(total) and math.isfinite(maximum)
+        size = self._sum_norm(mine, maximum)
+        loss, size = (total / tokens, size / tokens) if tokens else (math.nan, 0.0)
+        return Stats(loss, size, tokens, finite, votes, tuple(m[3] for m in messages))
+
+    def _leaves_of(self, rank: int) -> Sequence[int]:
+        width = self.mesh.dp
+        return contiguous_leaves(self.leaves, width, rank) if self.stage < 2 else range(rank, self.leaves, width)
+
+    def _primary(self, vector: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """The parts of a local vector that this rank is the primary owner of: all, but at stage 0 only its shard."""
+        if not self.share.replicated:
+            return [t for _, t in vector]
+        (space,) = self.share.spaces
+        return [t[self.mesh.dp_rank * space.width : (self.mesh.dp_rank + 1) * space.width] for _, t in vector]
+
+    def _global_norm(self, vector: Sequence[tuple[int, Tensor]]) -> float:
+        mine = self._primary(vector)
+        largest = struct.pack("<d", max((local_max(t) for t in mine), default=0.0))
+        maximum = max(struct.unpack("<d", m)[0] for m in self.mesh.transport.share(largest))
+        return self._sum_norm(mine, maximum)
+
+    def _sum_norm(self, mine: Sequence[Tensor], maximum: float) -> float:
+        if not math.isfinite(maximum):
+            return math.inf
+        squares = sum(local_squares(t, maximum) for t in mine)
+        messages = self.mesh.transport.share(squares.to_bytes(16, "little"))
+        return norm(sum(int.from_bytes(m, "little") for m in messages), maximum)
+
+    def _update(self, gradient: Sequence[tuple[int, Tensor]], stats: Stats, lr: float) -> None:
+        clip_factor = self.clip / stats.norm if 0.0 < self.clip < stats.norm else 1.0
+        scale = clip_factor / stats.tokens
+        self.updates += 1
+        for _, tensor in gradient:
+            tensor.mul_(scale)
+        for decay in (False, True):
+            ranges = []
+            for lo, hi, decays in self._segments:
+                if decays != decay:
+                    continue
+                for at, tensor in gradient:
+                    a, b = max(lo, at), min(hi, at + tensor.numel())
+                    if a < b:
+                        state = (self.master[a:b], tensor[a - at : b - at], self.exp_avg[a:b], self.exp_avg_sq[a:b])
+                        ranges.append(state)
+            self.rule.update(ranges, step=self.updates, lr=lr, decay=decay)
+        self.weights.refresh(self.master)
+
+    def _decay_segments(self) -> list[tuple[int, int, bool]]:
+        """Local intervals (start, stop, decays) that cover the whole local vector, each on the 16-element grid."""
+        starts = [(r.at, decays) for r in self.held() for decays in [self.share.piece_of[r.name].decay]]
+        merged: list[list] = []
+        for at, decays in starts:
+            decays = decays and self.rule.weight_decay > 0.0
+            if not merged or merged[-1][1] != decays:
+                merged.append([at if merged else 0, decays])
+        stops = [m[0] for m in merged[1:]] + [self.share.local]
+        return [(start, stop, decays) for (start, decays), stop in zip(merged, stops, strict=True)]

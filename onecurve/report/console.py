@@ -1,0 +1,138 @@
+"""Plain text for people: tables in columns, and a run's progress on a terminal or off one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, TextIO
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, left: Iterable[int] = (0,)) -> list[str]:
+    """Lines of a table: columns two spaces apart, right-aligned unless listed in `left`, no rules."""
+    cells = [[str(cell) for cell in row] for row in (headers, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    leftish = set(left)
+    lines = []
+    for row in cells:
+        parts = [c.ljust(w) if i in leftish else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(parts).rstrip())
+    return lines
+
+
+def printable(text: str) -> str:
+    """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def human_bytes(count: float) -> str:
+    """Bytes with a binary unit: 89472 -> '87.4 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Progress:
+    """A run's progress on stderr: a bar with step, loss, tokens/s and time left on a terminal, plain lines off one.
+
+    `log_every` counts steps between plain lines (0 = none; the last step is always shown). The bar is drawn from
+    `update` alone, at most ten times a second: no thread, since the caller may fork.
+    """
+
+    def __init__(self, total: int, *, start: int = 0, log_every: int = 1, stream: TextIO | None = None) -> None:
+        self.total, self.log_every = total, log_every
+        self.stream = sys.stderr if stream is None else stream
+        self._start, self._begun, self._drawn = start, time.monotonic(), 0.0
+        self._bar: Any = None
+        if self.stream.isatty():
+            self._bar, self._task = _bar(self.stream, total, start)
+
+    def update(self, step: int, *, loss: float | None = None, tokens_per_second: float | None = None) -> None:
+        """`step` steps are done. It may go backwards, after a rollback."""
+        now = time.monotonic()
+        speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
+        value = "" if loss is None else f"loss {loss:.4f}"
+        left = human_seconds((now - self._begun) / max(1, step - self._start) * (self.total - step)) + " left"
+        if self._bar is None:
+            if step == self.total or (self.log_every and step % self.log_every == 0):
+                self.say("  ".join(part for part in (f"step {step}/{self.total}", value, speed, left) if part))
+        elif step == self.total or now - self._drawn >= 0.1:
+            self._drawn = now
+            self._bar.update(self._task, completed=step, loss=value, speed=speed, left=left, refresh=True)
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        if self._bar is None:
+            print(line, file=self.stream, flush=True)
+        else:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ByteProgress:
+    """Progress of work that is counted in bytes: a bar on a terminal, one line per kind of work off one."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self._what, self._drawn = "", 0.0
+        self._bar: Any = None
+        if self.stream.isatty():
+            self._bar, self._task = _bar(self.stream, 0, 0, steps=False)
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """`what` is being done; `done` of `total` bytes are."""
+        now = time.monotonic()
+        if self._bar is None:
+            if what != self._what:
+                print(f"{what}: {human_bytes(total)}", file=self.stream, flush=True)
+        elif what != self._what or done >= total or now - self._drawn >= 0.1:
+            self._drawn = now
+            left = f"{human_bytes(done)} of {human_bytes(total)}"
+            # `total` 0 would draw a bar that pulses
+            self._bar.update(self._task, completed=done, total=max(1, total), loss=what, left=left, refresh=True)
+        self._what = what
+
+    def __enter__(self) -> ByteProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar(stream: TextIO, total: int, start: int, *, steps: bool = True) -> tuple[Any, Any]:
+    # rich costs 40 ms: only where there is a terminal to draw on
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = [BarColumn(), *(TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "speed", "left"))]
+    if steps:
+        columns.insert(0, TextColumn("step {task.completed}/{task.total}"))
+    bar = Bar(*columns, console=Console(file=stream), auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    task = bar.add_task("", total=total, completed=start, loss="", speed="", left="")
+    bar.start()
+    return bar, task

@@ -1,0 +1,162 @@
+"""What a config will cost before anything is started: ranks, balance, memory, traffic, disk.
+
+Counted from the config and the ownership table alone; no process, no tensor. The memory formulas are those of
+`docs/`'s table, per rank, with P elements, N data-parallel ranks, b bytes of the working dtype, c gradient buffers:
+
+    zero 0   weights bP               gradients 4Pc                   optimizer 12P
+    zero 1   weights bP               gradients 4Pc                   optimizer 12P/N
+    zero 2   weights bP               gradients 4P/N c + two units    optimizer 12P/N
+    zero 3   weights bP/N + 2 units   gradients 4P/N c + two units    optimizer 12P/N
+"""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from onecurve.config import Config, ModelConfig
+from onecurve.parallel.ownership import OwnershipTable, ParamSpec
+from onecurve.report.console import human_bytes, table
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def parameters(model: ModelConfig) -> list[ParamSpec]:
+    """The GPT's trained parameters by formula, in its own order; with `tied` the head's matrix is the embedding's."""
+    c, v = model.width, model.vocab
+    shapes: list[tuple[str, str, tuple[int, ...]]] = [
+        ("embedding", "token", (v, c)),
+        ("embedding", "position", (model.context, c)),
+    ]
+    for i in range(model.layers):
+        block = {
+            "norm1.weight": (c,),
+            "norm1.bias": (c,),
+            "attention.qkv": (3 * c, c),
+            "attention.out": (c, c),
+            "norm2.weight": (c,),
+            "norm2.bias": (c,),
+            "mlp.up.weight": (4 * c, c),
+            "mlp.up.bias": (4 * c,),
+            "mlp.down.weight": (c, 4 * c),
+            "mlp.down.bias": (c,),
+        }
+        shapes += [(f"blocks.{i}", name, shape) for name, shape in block.items()]
+    if not model.tied:
+        shapes.append(("head", "weight", (v, c)))
+    shapes += [("head", "norm.weight", (c,)), ("head", "norm.bias", (c,))]
+    return [ParamSpec(f"{unit}.{name}", shape, "float32", unit) for unit, name, shape in shapes]
+
+
+class RankCost(NamedTuple):
+    """Leaves per step, and bytes; `padding` is what alignment adds to the optimizer's state."""
+
+    leaves: int
+    weights: int
+    gradients: int
+    optimizer: int
+    padding: int
+    sent: int  # per step
+
+
+def leaves_of(leaves: int, width: int, rank: int, zero: int) -> list[int]:
+    """A rank's leaves: a contiguous range at ZeRO-0/1, every width-th one at ZeRO-2/3."""
+    if zero <= 1:
+        return list(range(leaves * rank // width, leaves * (rank + 1) // width))
+    return list(range(rank, leaves, width))
+
+
+def counter_sizes(leaves: list[int]) -> list[int]:
+    """How many aligned partial sums the binary counter holds after each of these consecutive leaves."""
+    sizes, stack = [], list[tuple[int, int]]()
+    for leaf in leaves:
+        start, size = leaf, 1
+        while stack and stack[-1][1] == size and stack[-1][0] % (2 * size) == 0:
+            start, size = stack.pop()[0], 2 * size
+        stack.append((start, size))
+        sizes.append(len(stack))
+    return sizes
+
+
+def rank_costs(config: Config) -> list[RankCost]:
+    """What each data-parallel rank holds and sends."""
+    layout, train = config.layout, config.train
+    n, zero, working = layout.dp, layout.zero, BYTES[train.dtype]
+    specs = parameters(config.model)
+    share = OwnershipTable(specs, dp=n, tp=layout.tp, pp=layout.pp, stage=zero).share(0)
+    p, shard = share.numel, share.local
+    sizes = [sum(spec.numel for spec in group) for _, group in groupby(specs, key=lambda spec: spec.unit)]
+    two_units = max(a + b for a, b in pairwise(sizes))
+    tied = 4 * config.model.vocab * config.model.width if config.model.tied else 0  # the head's use, until it is added
+    ticks = -(-train.leaves // n)
+    costs = []
+    for rank in range(n):
+        mine = leaves_of(train.leaves, n, rank, zero)
+        elsewhere = share.flat - shard
+        spread = shard * (n - 1)  # elements sent when this rank's shard goes to all others
+        if zero <= 1:
+            held = counter_sizes(mine)
+            gradients = 4 * p * max([1, *(before + 1 for before in held[:-1])])
+            gather = spread * (4 if zero == 0 else working)
+            sent = 4 * elsewhere * (held[-1] if held else 0) + gather
+        else:
+            held = counter_sizes(list(range(train.leaves)))[n - 1 :: n]  # after each tick
+            buffers = 1 + max([0, *held[: ticks - 1]])
+            gradients = 4 * -(-p // n) * buffers + 4 * two_units + (4 * p if train.accumulate > 1 else 0)
+            gather = working * spread * (1 if zero == 2 else 2 * train.accumulate * ticks)
+            sent = 4 * elsewhere * len(mine) + gather
+        weights = working * (p if zero < 3 else -(-p // n) + two_units)
+        exact = 12 * p if zero == 0 else 12 * p / n
+        held_state = 12 * (share.flat if zero == 0 else shard)
+        costs.append(RankCost(len(mine), weights, gradients + tied, round(exact), held_state - round(exact), sent))
+    return costs
+
+
+def plan_lines(config: Config) -> list[str]:
+    """The plan as plain text."""
+    model, train, layout = config.model, config.train, config.layout
+    count = sum(spec.numel for spec in parameters(model))
+    sequences = train.leaves * train.accumulate * train.micro_batch
+    tokens = sequences * model.context
+    costs = rank_costs(config)
+    ranks = layout.dp * layout.tp * layout.pp
+    lines = [
+        f"model    {count:,} parameters: {model.layers} blocks, width {model.width}, {model.heads} heads, "
+        f"vocabulary {model.vocab:,}, context {model.context:,}",
+        f"mesh     {ranks} ranks = dp {layout.dp} x tp {layout.tp} x pp {layout.pp}, ZeRO-{layout.zero}, "
+        f"transport {layout.transport}",
+        f"batch    {train.leaves} leaves x {train.accumulate} micro-batches x {train.micro_batch} sequences = "
+        f"{sequences:,} sequences, {tokens:,} tokens per step; {train.steps:,} steps, {tokens * train.steps:,} tokens",
+        f"balance  {_balance(train.leaves, layout.dp)}",
+        "",
+        "memory per rank, in bytes (activations and the exchange's buffers come on top)",
+    ]
+    rows = []
+    for cost, group in groupby(enumerate(costs), key=lambda item: item[1]):
+        first, *rest = [rank for rank, _ in group]
+        total = cost.weights + cost.gradients + cost.optimizer + cost.padding
+        cells = (cost.leaves, cost.weights, cost.gradients, cost.optimizer, cost.padding, total)
+        rows.append([f"{first}-{rest[-1]}" if rest else f"{first}", *(f"{n:,}" for n in cells)])
+    lines += table(["rank", "leaves", "parameters", "gradients", "optimizer", "padding", "total"], rows)
+    sent = [cost.sent for cost in costs]
+    state = 12 * count
+    keep = config.checkpoint.keep + 1
+    lines += [
+        "",
+        f"traffic  {human_bytes(max(sent))} sent per step by the busiest rank, {human_bytes(sum(sent))} by all",
+        f"disk     {human_bytes(state)} per checkpoint (12 bytes per parameter); "
+        f"{keep} of them, keep + 1: {human_bytes(keep * state)}",
+    ]
+    return lines
+
+
+def _balance(leaves: int, width: int) -> str:
+    busiest = -(-leaves // width)
+    if leaves % width == 0:
+        return f"each rank runs {busiest} of {leaves} leaves: none waits for another"
+    used = leaves / (busiest * width)
+    good = ", ".join(str(n) for n in range(1, leaves + 1) if leaves % n == 0)
+    return (
+        f"{leaves} leaves on {width} ranks: the busiest runs {busiest} and the others wait, "
+        f"{used:.0%} of the ranks' time is used; layout.dp that balance: {good}"
+    )

@@ -1,0 +1,1 @@
+"""Training runs: the loop, its guard, what it records and what it keeps."""

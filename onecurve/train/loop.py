@@ -1,0 +1,111 @@
+"""The training loop. A step is: forward and backward of this rank's leaves, one verdict, one update, one row, and what
+is due after it (evaluation, checkpoint, stop)."""
+
+import time
+from typing import Any
+
+from onecurve.checkpoint.policy import due
+from onecurve.errors import Stopped
+from onecurve.launch import RankContext
+from onecurve.model import token_loss
+from onecurve.parallel import Stats
+from onecurve.train.guard import data_step
+from onecurve.train.session import Plan, Session, open_session
+
+STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
+
+
+def train_rank(plan: Plan, context: RankContext) -> dict[str, Any]:
+    """One rank of a run, from where it stands to its last step. Raises Stopped where it was asked to stop."""
+    session = open_session(plan, context)
+    steps = plan.config.train.steps
+    while session.step < steps:
+        began = time.perf_counter()
+        stats, rate = train_step(session)
+        objection = session.guard.objection(stats)
+        if objection:
+            session.go_back(session.guard.roll_back(session.step + 1, objection, session.fault_steps))
+            continue
+        session.step += 1
+        session.guard.accept(session.step, stats)
+        if not stats.tokens:
+            session.event("no_tokens")
+        if session.memory is None:
+            session.measure_memory()
+        row = row_of(session, stats, rate, time.perf_counter() - began)
+        finish_step(session, row, stats.vote)
+    session.close()
+    return {"step": session.step, "loss": session.guard.state.last_loss}
+
+
+def train_step(session: Session) -> tuple[Stats, float]:
+    """Run this rank's leaves of the next step and reduce them; the weights change unless the guard objects. Returns
+    the stats, the same on all ranks, and the learning rate that was used."""
+    step, context, optimizer = session.step + 1, session.context, session.optimizer
+    context.progress(session.step, session.config.train.steps)
+    for batch in session.loader.micro_batches(data_step(step, session.guard.state.skipped), optimizer.leaf_ids):
+        context.place("forward")
+        logits = session.model(batch.inputs, (session.config.train.seed, *batch.place))
+        loss_sum, tokens = token_loss(logits, batch.targets)
+        context.place("backward")
+        optimizer.backward(loss_sum, tokens)
+    context.place("exchange")
+    rate = session.learning_rate(step)
+    every = session.config.observe.check_replicas_every
+    stats = optimizer.step(
+        lambda s: session.guard.objection(s) is None,
+        lr=rate,
+        vote=votes(session),
+        check_replicas=every > 0 and step % every == 0,
+    )
+    return stats, rate
+
+
+def votes(session: Session) -> int:
+    """What this rank asks for: to stop; to save, by rank 0's clock; to wait, for it still writes a save."""
+    minutes = (time.monotonic() - session.saved_at) / 60
+    overdue = due(0, total=-1, every_minutes=session.config.checkpoint.every_minutes, minutes=minutes) == "minutes"
+    wanted = {STOP: session.context.stop_requested, SAVE: session.leader and overdue, WRITING: not session.saver.ready}
+    return sum(vote for vote, is_wanted in wanted.items() if is_wanted)
+
+
+def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[str, Any]:
+    """The metrics of the step just done. Collective: the parameter norm is."""
+    maximum, mean = session.memory or (0, 0.0)
+    return {
+        "step": session.step,
+        "loss": stats.loss if stats.tokens else None,
+        "loss_hex": stats.loss.hex(),
+        "grad_norm": stats.norm,
+        "param_norm": session.optimizer.parameter_norm(),
+        "lr": rate,
+        "weight_decay": session.config.optimizer.weight_decay,
+        "tokens": stats.tokens,
+        "step_seconds": seconds,
+        "tokens_per_second": stats.tokens / seconds,
+        "memory_max_bytes": maximum,
+        "memory_mean_bytes": mean,
+    }
+
+
+def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
+    """Evaluate, write the row, save, stop: whatever is due after the step, in this order. Collective."""
+    observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.config.train.steps
+    for manifest in session.saver.poll(not vote & WRITING):
+        session.event("checkpoint", saved=manifest.step)
+    evaluated = True
+    if session.held_out is not None and (session.step % observe.eval_every == 0 or session.step == steps):
+        session.context.place("evaluation")
+        loss = session.evaluate()
+        evaluated = loss is not None
+        row["val_loss"] = loss
+    if evaluated:
+        session.write_row(row)
+    stopping = bool(vote & STOP) or not evaluated
+    why = due(session.step, total=steps, every_steps=checkpoint.every_steps)
+    if why or vote & SAVE or stopping:
+        session.context.place("save")
+        session.save(pending_row=None if evaluated else row)
+    if stopping and session.step < steps:
+        session.close()
+        raise Stopped(f"stopped at step {session.step} of {steps}")
