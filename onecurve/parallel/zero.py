@@ -2,7 +2,7 @@
 
 One call of `step` is, on every rank:
 
-    1. exchange    partial gradient sums travel to each range's owner, who finishes the tree  (contiguous.py, strided.py)
+    1. exchange    partial gradient sums travel to each range's owner, who finishes the tree (contiguous.py, strided.py)
     2. share       losses per leaf, token counts, largest gradient element                    48 bytes or so
     3. share       exact sum of squares -> the gradient norm; one verdict, everywhere         16 bytes
     4. update      gradient x (clip factor / tokens), AdamW on the ranges this rank holds
