@@ -16,8 +16,9 @@ from onecurve.report.console import Progress
 from onecurve.train.guard import Guard
 from onecurve.train.numerics import differences, environment
 from onecurve.train.parts import new_held_out, new_loader, new_model, new_schedule
+from onecurve.train.plan import Plan
 from onecurve.train.records import write_json
-from onecurve.train.session import Plan, Session
+from onecurve.train.session import Session
 
 
 def open_session(plan: Plan, context: RankContext) -> Session:
@@ -57,7 +58,7 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         schedule=new_schedule(config),
         guard=Guard(config.guard.spike_factor, config.guard.max_rollbacks),
         saver=saver,
-        lines=None if mesh.rank or sys.stderr.isatty() else Progress(train.steps, log_every=config.observe.log_every),
+        lines=Progress(train.steps, log_every=config.observe.log_every) if draws_lines(plan, mesh) else None,
         numerics=environment(config),
     )
     path = session.newest() if plan.resume else None
@@ -73,6 +74,11 @@ def open_session(plan: Plan, context: RankContext) -> Session:
     if manifest is None and plan.parent is not None:
         session.save()  # a copy of its own: the other run may be removed
     return session
+
+
+def draws_lines(plan: Plan, mesh: Mesh) -> bool:
+    """On a terminal the launching process draws a bar instead."""
+    return mesh.rank == 0 and not plan.quiet and not sys.stderr.isatty()
 
 
 def write_run_record(session: Session) -> None:
