@@ -11,6 +11,7 @@ from onecurve.checkpoint.background import Checkpointer
 from onecurve.checkpoint.mirror import Mirror
 from onecurve.errors import ConfigError
 from onecurve.launch import RankContext
+from onecurve.launch.ranks import GROUP_MARGIN_SECONDS
 from onecurve.parallel import Mesh, ZeroOptimizer, replicate
 from onecurve.report.console import Progress
 from onecurve.train.guard import Guard
@@ -24,7 +25,9 @@ from onecurve.train.session import Session
 def open_session(plan: Plan, context: RankContext) -> Session:
     """Build the model and its optimizer, and go to where the run stands. Collective."""
     config = plan.config
-    mesh = Mesh(dp=config.layout.dp, transport=config.layout.transport, limit=config.limits.stall_seconds)
+    # The launcher's watchdog speaks first: it can tell which rank is at fault.
+    patience = config.limits.stall_seconds + GROUP_MARGIN_SECONDS
+    mesh = Mesh(dp=config.layout.dp, transport=config.layout.transport, limit=patience)
     model = new_model(config)
     replicate(model, mesh)
     rates, train = config.optimizer, config.train
