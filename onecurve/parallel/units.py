@@ -60,7 +60,7 @@ def survey(model: nn.Module, units: Units | None) -> Trained:
     cut = list(units) if units is not None else default_units(model)
     modules = dict(cut)
     second = dict(getattr(model, "tied_uses", {}))
-    undecayed = model.undecayed() if hasattr(model, "undecayed") else set()
+    undecayed: set[str] = getattr(type(model), "undecayed", lambda _: set())(model)
     unit_of: dict[int, str] = {}
     reads: dict[str, list[nn.Parameter]] = {unit: list(module.parameters()) for unit, module in cut}
     for unit, parameters in reads.items():
