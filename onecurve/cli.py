@@ -173,7 +173,15 @@ def sample(
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="The same seed gives the same text.")] = 0,
 ) -> int:
     """Write text from the newest whole checkpoint."""
-    raise _not_built("sample")
+    from onecurve.sample import sample as sample_run
+
+    pieces = sample_run(
+        run, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, say=_complain
+    )
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    return 0
 
 
 @app.command()

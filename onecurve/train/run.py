@@ -12,6 +12,7 @@ from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
 from onecurve.config import Config, config_to_toml, load_config, resume_config
 from onecurve.curve import curve_id
+from onecurve.data.text import keep_description
 from onecurve.errors import InputError, RunFailed, Stopped
 from onecurve.launch import run_ranks, with_restarts
 from onecurve.report.console import Progress
@@ -58,6 +59,8 @@ def train(
                 say(f"{folder} is finished: all {plan.config.train.steps} steps are done")
                 return 0
         preflight(plan)
+        if loader.corpus.folder is not None and not (folder / "run.json").exists():
+            keep_description(loader.corpus.folder, folder / "corpus")
         (folder / "config.toml").write_text(config_to_toml(plan.config), encoding="utf-8")
         say(f"run folder {folder}")
         again = f"onecurve train {name}.toml --run {folder} --resume"
