@@ -84,14 +84,12 @@ class PendingSave:
 
         own = optimizer.extras()
         temp, error = attempt(self._open, partial(save_error, self.rank, f"can't begin a save in {folder}"))
-        self._temp = folder / (temp or "")
         try:
             told = agree(self.mesh, {"temp": temp, "extras": sorted(own)}, error=error)
             self._temp = folder / told[0][0]["temp"]
             self.extras: dict[str, Tensor] = gather_extras(self.mesh, own, [message["extras"] for message, _ in told])
         except CheckpointError as error:
-            if temp:
-                self._discard(error)
+            self._discard(error, folder / temp if temp else None)
             raise
         take = partial(self._take, optimizer, [] if scratch is None else scratch)
         _, self._error = attempt(take, partial(save_error, self.rank, f"can't copy the state of step {step}"))
@@ -174,7 +172,7 @@ class PendingSave:
             data, error = attempt(partial(self._commit, told), to_error)
             committed = agree(self.mesh, {}, data or b"", error)[0][1]
         except CheckpointError as error:
-            self._discard(error)
+            self._discard(error, self._temp)
             raise
         manifest = Manifest.model_validate_json(committed)
         if after_commit is not None and self.rank == 0:
@@ -210,12 +208,13 @@ class PendingSave:
         store.commit(self.folder, self._temp, self.step, data, self.fence)
         return data
 
-    def _discard(self, error: CheckpointError) -> None:
-        """Remove the temp folder: on rank 0, when no rank writes into it any more."""
-        if self.rank == 0:
-            _, left = attempt(partial(store.discard, self._temp), partial(save_error, 0, f"can't remove {self._temp}"))
+    def _discard(self, error: CheckpointError, temp: Path | None) -> None:
+        """Collective. Rank 0 removes the temp folder, for no rank writes into it any more; then all go on to raise."""
+        if self.rank == 0 and temp is not None:
+            _, left = attempt(partial(store.discard, temp), partial(save_error, 0, f"can't remove {temp}"))
             if left is not None:
                 error.args = (f"{error} (and then {left})",)
+        self.mesh.share(b"")
 
 
 class _Inline:
