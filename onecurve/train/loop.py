@@ -10,7 +10,8 @@ from onecurve.launch import RankContext
 from onecurve.model import token_loss
 from onecurve.parallel import Stats
 from onecurve.train.guard import data_step
-from onecurve.train.session import Plan, Session, open_session
+from onecurve.train.session import Plan, Session
+from onecurve.train.start import open_session
 
 STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
 

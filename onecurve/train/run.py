@@ -17,9 +17,10 @@ from onecurve.launch import run_ranks, with_restarts
 from onecurve.report.console import Progress
 from onecurve.report.plan import parameters
 from onecurve.train.loop import train_rank
+from onecurve.train.parts import new_loader
 from onecurve.train.preflight import preflight
 from onecurve.train.records import log_event
-from onecurve.train.session import Plan, new_loader
+from onecurve.train.session import Plan
 
 
 def train(

@@ -1,37 +1,29 @@
 """One rank's side of a run: everything the loop works with, made from the config and the run folder."""
 
 import json
-import platform
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from onecurve import __version__
 from onecurve.checkpoint import Fence, Manifest, latest_checkpoint, load_checkpoint
 from onecurve.checkpoint.background import Checkpointer
-from onecurve.checkpoint.mirror import Mirror
 from onecurve.checkpoint.store import list_steps, remove_checkpoint
 from onecurve.config import Config
 from onecurve.data.evaluation import EvaluationSet
 from onecurve.data.loader import Loader
-from onecurve.data.text import open_corpus
-from onecurve.errors import ConfigError, Stopped
+from onecurve.errors import Stopped
 from onecurve.launch import RankContext
 from onecurve.model import GPT
 from onecurve.optim import Schedule
-from onecurve.parallel import Mesh, ZeroOptimizer, replicate
+from onecurve.parallel import Mesh, ZeroOptimizer
 from onecurve.report.console import Progress
 from onecurve.train.evaluate import evaluate
 from onecurve.train.guard import Guard, GuardState, Rollback
 from onecurve.train.memory import RankMemory, aggregate, measure
-from onecurve.train.numerics import differences, environment
+from onecurve.train.parts import new_model
 from onecurve.train.records import Metrics, log_event, write_json
-
-EVALUATION_TOKENS = 1 << 17  # of the held-out part, at most so many, spread evenly over it
 
 
 @dataclass(frozen=True)
@@ -214,115 +206,3 @@ class Session:
             scratch = self.saver.scratch_bytes
             rows = [asdict(row) | {"scratch": scratch, "total": row.total} for row in profile]
             write_json(self.plan.folder / "memory.json", {"ranks": rows, "maximum": maximum, "mean": mean})
-
-
-def new_model(config: Config) -> GPT:
-    """The untrained model of a curve."""
-    m = config.model
-    return GPT(
-        layers=m.layers, width=m.width, heads=m.heads, vocab=m.vocab, context=m.context,
-        tied=m.tied, dropout=m.dropout, seed=config.train.seed,
-    )  # fmt: skip
-
-
-def new_loader(config: Config, *, full_check: bool = False) -> Loader:
-    """The training batches of a curve; `full_check` reads the whole corpus once. Raises InputError for a corpus that
-    can't serve it."""
-    m, t = config.model, config.train
-    needed = t.leaves * t.accumulate * t.micro_batch
-    corpus = open_corpus(
-        config.data.source, vocab=m.vocab, context=m.context, seed=t.seed, step_windows=needed, full_check=full_check
-    )
-    return Loader(
-        corpus, context=m.context, micro_batch=t.micro_batch, leaves=t.leaves, accumulate=t.accumulate, seed=t.seed
-    )
-
-
-def open_session(plan: Plan, context: RankContext) -> Session:
-    """Build the model and its optimizer, and go to where the run stands. Collective."""
-    config = plan.config
-    mesh = Mesh(dp=config.layout.dp, transport=config.layout.transport, limit=config.limits.stall_seconds)
-    model = new_model(config)
-    replicate(model, mesh)
-    rates, train = config.optimizer, config.train
-    optimizer = ZeroOptimizer(
-        model,
-        mesh,
-        stage=config.layout.zero,
-        leaves=train.leaves,
-        accumulate=train.accumulate,
-        betas=rates.betas,
-        eps=rates.eps,
-        weight_decay=rates.weight_decay,
-        clip=rates.clip,
-    )
-    held_out = None
-    if config.observe.eval_every:
-        corpus = open_corpus(
-            config.data.source, vocab=config.model.vocab, context=config.model.context, seed=train.seed, split="val"
-        )
-        share = min(1.0, EVALUATION_TOKENS / max(len(corpus.tokens), 1))
-        held_out = EvaluationSet(corpus, context=config.model.context, micro_batch=train.micro_batch, share=share)
-    saver = Checkpointer(
-        plan.folder / "checkpoints",
-        optimizer,
-        background=config.checkpoint.background,
-        keep=config.checkpoint.keep,
-        fence=plan.fence,
-        mirror=Mirror(config.checkpoint.mirror, keep=config.checkpoint.keep) if config.checkpoint.mirror else None,
-    )
-    session = Session(
-        plan=plan,
-        context=context,
-        mesh=mesh,
-        model=model,
-        optimizer=optimizer,
-        loader=new_loader(config),
-        held_out=held_out,
-        schedule=Schedule(rates.lr, train.steps, rates.warmup_steps, rates.decay, rates.min_lr),
-        guard=Guard(config.guard.spike_factor, config.guard.max_rollbacks),
-        saver=saver,
-        lines=None if mesh.rank or sys.stderr.isatty() else Progress(train.steps, log_every=config.observe.log_every),
-        numerics=environment(config),
-    )
-    path = session.newest() if plan.resume else None
-    manifest = session.restore(path)
-    if session.leader:
-        write_run_record(session)
-    session.event("resume" if manifest else "start", layout=config.layout.model_dump())
-    if manifest is not None:
-        check_numerics(session, manifest)
-        session.say(f"resumed at step {manifest.step} of {train.steps}")
-    elif plan.resume:
-        session.say("no checkpoint to resume from: starting fresh")
-    if manifest is None and plan.parent is not None:
-        session.save()  # a copy of its own: the other run may be removed
-    return session
-
-
-def write_run_record(session: Session) -> None:
-    """run.json: what this curve is and where it runs now."""
-    plan, optimizer = session.plan, session.optimizer
-    record = {
-        "curve_id": plan.curve_id,
-        "parent": plan.parent_digest,
-        "data_fingerprint": session.loader.fingerprint,
-        "parameters": sum(spec.numel for spec in optimizer.table.parameters),
-        "layout": plan.config.layout.model_dump() | {"transport": session.mesh.transport_name},
-        "numerics": session.numerics,
-        "versions": {"onecurve": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
-    write_json(plan.folder / "run.json", record)
-
-
-def check_numerics(session: Session, manifest: Manifest) -> None:
-    """Compare the environment with the checkpoint's: go on and say so, or refuse (numerics.on_change)."""
-    changed = differences(manifest.numerics, session.numerics)
-    if not changed:
-        return
-    text = f"the numeric environment changed since step {manifest.step}: {'; '.join(changed)}"
-    if session.config.numerics.on_change == "refuse":
-        cure = 'resume where it was, or set numerics.on_change = "record" in the run\'s config.toml'
-        raise ConfigError(f'{text}; numerics.on_change = "refuse": {cure}')
-    session.say(f"{text}; the run goes on, its bits may differ from here")
-    session.event("numerics", changed=changed)
