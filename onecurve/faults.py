@@ -18,9 +18,9 @@ both cost one comparison.
 | `io` | raises OSError, `error=ENOSPC` by default, or `EIO` … |
 | `poison` | writes `value=nan` (or inf, -inf, a number) to element `index=0` of the tensor at the place |
 
-Filters: `rank`, `step`, `place` (each: any where left out); `after=N` skips the first N hits in a process; `times=N`
-fires at most N times in a process (default 1; 0 = every time); `once=FILE` fires only if FILE can be created, so once
-over all ranks and restarts.
+Filters: `rank`, `step`, `place` (each: any where left out; `place=step` is where the loop reports a step); `after=N`
+skips the first N hits in a process; `times=N` fires at most N times in a process (default 1; 0 = every time);
+`once=FILE` fires only if FILE can be created, so once over all ranks and restarts.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 One call of `step` is, on every rank:
 
-    1. exchange    partial gradient sums travel to each range's owner, who finishes the tree  (contiguous.py, strided.py)
-    2. share       losses per leaf, token counts, largest gradient element                    48 bytes or so
-    3. share       exact sum of squares -> the gradient norm; one verdict, everywhere         16 bytes
+    1. exchange    partial gradient sums go to each range's owner, who finishes the tree  (contiguous.py, strided.py)
+    2. share       losses per leaf, token counts, largest gradient element                48 bytes or so
+    3. share       exact sum of squares -> the gradient norm; one verdict, everywhere     16 bytes
     4. update      gradient x (clip factor / tokens), AdamW on the ranges this rank holds
-    5. all-gather  masters, rounded to the working dtype, to whoever computes with them       (weights.py)
+    5. all-gather  masters, rounded to the working dtype, to whoever computes with them   (weights.py)
 
 The stages differ only in what is cut by W data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also the
 gradients, 3 also the working weights. No stage, width or transport changes a bit.

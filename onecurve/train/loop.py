@@ -10,17 +10,19 @@ from onecurve.launch import RankContext
 from onecurve.model import token_loss
 from onecurve.parallel import Stats
 from onecurve.train.guard import data_step
-from onecurve.train.session import Plan, Session
+from onecurve.train.plan import Plan
+from onecurve.train.session import Session
 from onecurve.train.start import open_session
 
 STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
 
 
-def train_rank(plan: Plan, context: RankContext) -> dict[str, Any]:
-    """One rank of a run, from where it stands to its last step. Raises Stopped where it was asked to stop."""
+def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
+    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON. Raises Stopped where it was
+    asked to stop."""
+    plan = Plan.from_json(order)
     session = open_session(plan, context)
-    steps = plan.config.train.steps
-    while session.step < steps:
+    while session.step < plan.last_step:
         began = time.perf_counter()
         stats, rate = train_step(session)
         objection = session.guard.objection(stats)
@@ -91,7 +93,7 @@ def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[
 
 def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
     """Evaluate, write the row, save, stop: whatever is due after the step, in this order. Collective."""
-    observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.config.train.steps
+    observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.plan.last_step
     for manifest in session.saver.poll(not vote & WRITING):
         session.event("checkpoint", saved=manifest.step)
     evaluated = True

@@ -18,9 +18,9 @@ from onecurve.report.console import Progress
 from onecurve.report.plan import parameters
 from onecurve.train.loop import train_rank
 from onecurve.train.parts import new_loader
+from onecurve.train.plan import Plan
 from onecurve.train.preflight import preflight
 from onecurve.train.records import log_event
-from onecurve.train.session import Plan
 
 
 def train(
@@ -89,7 +89,7 @@ def run_once(plan: Plan) -> None:
 
     try:
         run_ranks(
-            partial(train_rank, plan),
+            partial(train_rank, plan.to_json()),
             plan.config.layout.dp,
             folder=plan.folder,
             stall_seconds=limits.stall_seconds,

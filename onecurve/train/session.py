@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onecurve.checkpoint import Fence, Manifest, latest_checkpoint, load_checkpoint
+from onecurve.checkpoint import Manifest, latest_checkpoint, load_checkpoint
 from onecurve.checkpoint.background import Checkpointer
 from onecurve.checkpoint.store import list_steps, remove_checkpoint
 from onecurve.config import Config
@@ -23,20 +23,8 @@ from onecurve.train.evaluate import evaluate
 from onecurve.train.guard import Guard, GuardState, Rollback
 from onecurve.train.memory import RankMemory, aggregate, measure
 from onecurve.train.parts import new_model
+from onecurve.train.plan import Plan
 from onecurve.train.records import Metrics, log_event, write_json
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the launching process decided: `folder` is locked and holds config.toml and run.json."""
-
-    config: Config
-    folder: Path
-    curve_id: str
-    fence: Fence | None
-    resume: bool
-    parent: Path | None = None  # a checkpoint of another run that this curve starts from
-    parent_digest: str = ""  # its state digest
 
 
 @dataclass
@@ -74,7 +62,7 @@ class Session:
 
     def say(self, text: str) -> None:
         """One line on stderr for the person who watches, once per run."""
-        if self.leader:
+        if self.leader and not self.plan.quiet:
             print(f"onecurve: {text}", file=sys.stderr, flush=True)
 
     def learning_rate(self, step: int) -> float:

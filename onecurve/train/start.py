@@ -11,19 +11,23 @@ from onecurve.checkpoint.background import Checkpointer
 from onecurve.checkpoint.mirror import Mirror
 from onecurve.errors import ConfigError
 from onecurve.launch import RankContext
+from onecurve.launch.ranks import GROUP_MARGIN_SECONDS
 from onecurve.parallel import Mesh, ZeroOptimizer, replicate
 from onecurve.report.console import Progress
 from onecurve.train.guard import Guard
 from onecurve.train.numerics import differences, environment
 from onecurve.train.parts import new_held_out, new_loader, new_model, new_schedule
+from onecurve.train.plan import Plan
 from onecurve.train.records import write_json
-from onecurve.train.session import Plan, Session
+from onecurve.train.session import Session
 
 
 def open_session(plan: Plan, context: RankContext) -> Session:
     """Build the model and its optimizer, and go to where the run stands. Collective."""
     config = plan.config
-    mesh = Mesh(dp=config.layout.dp, transport=config.layout.transport, limit=config.limits.stall_seconds)
+    # The launcher's watchdog speaks first: it can tell which rank is at fault.
+    patience = config.limits.stall_seconds + GROUP_MARGIN_SECONDS
+    mesh = Mesh(dp=config.layout.dp, transport=config.layout.transport, limit=patience)
     model = new_model(config)
     replicate(model, mesh)
     rates, train = config.optimizer, config.train
@@ -57,7 +61,7 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         schedule=new_schedule(config),
         guard=Guard(config.guard.spike_factor, config.guard.max_rollbacks),
         saver=saver,
-        lines=None if mesh.rank or sys.stderr.isatty() else Progress(train.steps, log_every=config.observe.log_every),
+        lines=Progress(train.steps, log_every=config.observe.log_every) if draws_lines(plan, mesh) else None,
         numerics=environment(config),
     )
     path = session.newest() if plan.resume else None
@@ -73,6 +77,11 @@ def open_session(plan: Plan, context: RankContext) -> Session:
     if manifest is None and plan.parent is not None:
         session.save()  # a copy of its own: the other run may be removed
     return session
+
+
+def draws_lines(plan: Plan, mesh: Mesh) -> bool:
+    """On a terminal the launching process draws a bar instead."""
+    return mesh.rank == 0 and not plan.quiet and not sys.stderr.isatty()
 
 
 def write_run_record(session: Session) -> None:
