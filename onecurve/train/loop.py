@@ -2,6 +2,7 @@
 is due after it (evaluation, checkpoint, stop)."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from onecurve.checkpoint.policy import due
@@ -10,16 +11,21 @@ from onecurve.launch import RankContext
 from onecurve.model import token_loss
 from onecurve.parallel import Stats
 from onecurve.train.guard import data_step
-from onecurve.train.session import Plan, Session, open_session
+from onecurve.train.plan import Plan
+from onecurve.train.session import Session, open_session
 
 STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
 
 
-def train_rank(plan: Plan, context: RankContext) -> dict[str, Any]:
-    """One rank of a run, from where it stands to its last step. Raises Stopped where it was asked to stop."""
+Watch = Callable[[Session, dict[str, Any]], None]
+
+
+def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None = None) -> dict[str, Any]:
+    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON; `watch` is shown the session
+    and the row of each step, on every rank. Raises Stopped where it was asked to stop."""
+    plan = Plan.from_json(order)
     session = open_session(plan, context)
-    steps = plan.config.train.steps
-    while session.step < steps:
+    while session.step < plan.last_step:
         began = time.perf_counter()
         stats, rate = train_step(session)
         objection = session.guard.objection(stats)
@@ -33,6 +39,8 @@ def train_rank(plan: Plan, context: RankContext) -> dict[str, Any]:
         if session.memory is None:
             session.measure_memory()
         row = row_of(session, stats, rate, time.perf_counter() - began)
+        if watch is not None:
+            watch(session, row)
         finish_step(session, row, stats.vote)
     session.close()
     return {"step": session.step, "loss": session.guard.state.last_loss}
@@ -90,7 +98,7 @@ def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[
 
 def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
     """Evaluate, write the row, save, stop: whatever is due after the step, in this order. Collective."""
-    observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.config.train.steps
+    observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.plan.last_step
     for manifest in session.saver.poll(not vote & WRITING):
         session.event("checkpoint", saved=manifest.step)
     evaluated = True

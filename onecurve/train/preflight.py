@@ -6,7 +6,7 @@ import shutil
 from onecurve.errors import InputError
 from onecurve.report.console import human_bytes
 from onecurve.report.plan import parameters
-from onecurve.train.session import Plan
+from onecurve.train.plan import Plan
 
 BYTES_PER_ELEMENT = 12  # of a checkpoint: fp32 master and two moments
 

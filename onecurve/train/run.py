@@ -17,9 +17,10 @@ from onecurve.launch import run_ranks, with_restarts
 from onecurve.report.console import Progress
 from onecurve.report.plan import parameters
 from onecurve.train.loop import train_rank
+from onecurve.train.plan import Plan
 from onecurve.train.preflight import preflight
 from onecurve.train.records import log_event
-from onecurve.train.session import Plan, new_loader
+from onecurve.train.session import new_loader
 
 
 def train(
@@ -88,7 +89,7 @@ def run_once(plan: Plan) -> None:
 
     try:
         run_ranks(
-            partial(train_rank, plan),
+            partial(train_rank, plan.to_json()),
             plan.config.layout.dp,
             folder=plan.folder,
             stall_seconds=limits.stall_seconds,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from onecurve import __version__
-from onecurve.checkpoint import Fence, Manifest, latest_checkpoint, load_checkpoint
+from onecurve.checkpoint import Manifest, latest_checkpoint, load_checkpoint
 from onecurve.checkpoint.background import Checkpointer
 from onecurve.checkpoint.mirror import Mirror
 from onecurve.checkpoint.store import list_steps, remove_checkpoint
@@ -29,22 +29,10 @@ from onecurve.train.evaluate import evaluate
 from onecurve.train.guard import Guard, GuardState, Rollback
 from onecurve.train.memory import RankMemory, aggregate, measure
 from onecurve.train.numerics import differences, environment
+from onecurve.train.plan import Plan
 from onecurve.train.records import Metrics, log_event, write_json
 
 EVALUATION_TOKENS = 1 << 17  # of the held-out part, at most so many, spread evenly over it
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the launching process decided: `folder` is locked and holds config.toml and run.json."""
-
-    config: Config
-    folder: Path
-    curve_id: str
-    fence: Fence | None
-    resume: bool
-    parent: Path | None = None  # a checkpoint of another run that this curve starts from
-    parent_digest: str = ""  # its state digest
 
 
 @dataclass
@@ -82,7 +70,7 @@ class Session:
 
     def say(self, text: str) -> None:
         """One line on stderr for the person who watches, once per run."""
-        if self.leader:
+        if self.leader and not self.plan.quiet:
             print(f"onecurve: {text}", file=sys.stderr, flush=True)
 
     def learning_rate(self, step: int) -> float:
@@ -282,7 +270,7 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         schedule=Schedule(rates.lr, train.steps, rates.warmup_steps, rates.decay, rates.min_lr),
         guard=Guard(config.guard.spike_factor, config.guard.max_rollbacks),
         saver=saver,
-        lines=None if mesh.rank or sys.stderr.isatty() else Progress(train.steps, log_every=config.observe.log_every),
+        lines=Progress(train.steps, log_every=config.observe.log_every) if draws_lines(plan, mesh) else None,
         numerics=environment(config),
     )
     path = session.newest() if plan.resume else None
@@ -298,6 +286,10 @@ def open_session(plan: Plan, context: RankContext) -> Session:
     if manifest is None and plan.parent is not None:
         session.save()  # a copy of its own: the other run may be removed
     return session
+
+
+def draws_lines(plan: Plan, mesh: Mesh) -> bool:
+    return mesh.rank == 0 and not plan.quiet and not sys.stderr.isatty()
 
 
 def write_run_record(session: Session) -> None:
