@@ -86,7 +86,7 @@ def arguments(description: str | None, *, rounds: int) -> argparse.ArgumentParse
     """A parser with what all benchmarks take."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=style)
-    parser.add_argument("--rounds", type=int, default=rounds, help="measured bursts per candidate (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="measured bursts each (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
     return parser
 

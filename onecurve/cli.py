@@ -100,9 +100,23 @@ def verify(
     config: ConfigArg,
     set_: SetOption = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="A few combinations instead of all.")] = False,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the proof goes.")] = Path("verify.json"),
 ) -> int:
     """Prove on this config that every layout gives the same bits."""
-    raise _not_built("verify")
+    from onecurve.config import load_config
+    from onecurve.report.console import Stages
+
+    loaded = load_config(config, set_)
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: no such folder {out.parent}; make it, or give another file")
+    from onecurve.train.records import write_json
+    from onecurve.verify import controls, prove
+
+    with Stages("layouts") as stages:
+        proof = prove(loaded, quick=quick, control=controls.from_environment(), progress=stages.update)
+    write_json(out, proof.to_json())
+    _print(proof.lines())
+    return 0 if proof.same else CheckFailed.exit_code
 
 
 @app.command()

@@ -2,6 +2,7 @@
 is due after it (evaluation, checkpoint, stop)."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +21,12 @@ from onecurve.train.start import open_session
 STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
 
 
-def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
-    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON. Raises Stopped where it was
-    asked to stop."""
+Watch = Callable[[Session, dict[str, Any]], None]
+
+
+def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None = None) -> dict[str, Any]:
+    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON; `watch` is shown the session
+    and the row of each step, on every rank. Raises Stopped where it was asked to stop."""
     plan = Plan.from_json(order)
     session = open_session(plan, context)
     while session.step < plan.last_step:
@@ -41,6 +45,8 @@ def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
         if session.memory is None:
             session.measure_memory()
         row = row_of(session, stats, rate, time.perf_counter() - began)
+        if watch is not None:
+            watch(session, row)
         finish_step(session, row, stats.vote)
     session.close()
     session.event("end")
