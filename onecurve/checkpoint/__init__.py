@@ -3,7 +3,7 @@
 The format: manifest.py. The commit protocol: store.py."""
 
 from onecurve.checkpoint.background import Checkpointer
-from onecurve.checkpoint.load import latest_checkpoint, load_checkpoint, state_digest
+from onecurve.checkpoint.load import latest_checkpoint, load_checkpoint, state_digest, tensor_digests
 from onecurve.checkpoint.lock import Fence, RunLock
 from onecurve.checkpoint.manifest import Manifest
 from onecurve.checkpoint.mirror import Mirror, fetch_latest
@@ -29,5 +29,6 @@ __all__ = [
     "remove_checkpoint",
     "save_checkpoint",
     "state_digest",
+    "tensor_digests",
     "verify_checkpoint",
 ]

@@ -2,8 +2,12 @@
 is due after it (evaluation, checkpoint, stop)."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from onecurve import faults
 from onecurve.checkpoint.policy import due
 from onecurve.errors import Stopped
 from onecurve.launch import RankContext
@@ -17,9 +21,12 @@ from onecurve.train.start import open_session
 STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
 
 
-def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
-    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON. Raises Stopped where it was
-    asked to stop."""
+Watch = Callable[[Session, dict[str, Any]], None]
+
+
+def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None = None) -> dict[str, Any]:
+    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON; `watch` is shown the session
+    and the row of each step, on every rank. Raises Stopped where it was asked to stop."""
     plan = Plan.from_json(order)
     session = open_session(plan, context)
     while session.step < plan.last_step:
@@ -30,14 +37,19 @@ def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
             session.go_back(session.guard.roll_back(session.step + 1, objection, session.fault_steps))
             continue
         session.step += 1
-        session.guard.accept(session.step, stats)
+        recovered = session.guard.accept(session.step, stats)
+        if recovered:
+            session.say(f"step {session.step}: accepted, loss {stats.loss:.6f}; the rollback is over")
         if not stats.tokens:
             session.event("no_tokens")
         if session.memory is None:
             session.measure_memory()
         row = row_of(session, stats, rate, time.perf_counter() - began)
+        if watch is not None:
+            watch(session, row)
         finish_step(session, row, stats.vote)
     session.close()
+    session.event("end")
     return {"step": session.step, "loss": session.guard.state.last_loss}
 
 
@@ -48,7 +60,7 @@ def train_step(session: Session) -> tuple[Stats, float]:
     context.progress(session.step, session.config.train.steps)
     for batch in session.loader.micro_batches(data_step(step, session.guard.state.skipped), optimizer.leaf_ids):
         context.place("forward")
-        logits = session.model(batch.inputs, (session.config.train.seed, *batch.place))
+        logits = rehearsed(session.model(batch.inputs, (session.config.train.seed, *batch.place)))
         loss_sum, tokens = token_loss(logits, batch.targets)
         context.place("backward")
         optimizer.backward(loss_sum, tokens)
@@ -62,6 +74,13 @@ def train_step(session: Session) -> tuple[Stats, float]:
         check_replicas=every > 0 and step % every == 0,
     )
     return stats, rate
+
+
+def rehearsed(logits: Tensor) -> Tensor:
+    """Where a rehearsal may spoil a micro-batch: its logits, or their gradient. See onecurve/faults.py."""
+    if faults.armed:
+        logits.register_hook(lambda gradient: faults.poison(gradient, "gradient"))
+    return faults.poison(logits, "logits")
 
 
 def votes(session: Session) -> int:
@@ -94,8 +113,7 @@ def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[
 def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
     """Evaluate, write the row, save, stop: whatever is due after the step, in this order. Collective."""
     observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.plan.last_step
-    for manifest in session.saver.poll(not vote & WRITING):
-        session.event("checkpoint", saved=manifest.step)
+    session.poll(not vote & WRITING)
     evaluated = True
     if session.held_out is not None and (session.step % observe.eval_every == 0 or session.step == steps):
         session.context.place("evaluation")
@@ -109,6 +127,6 @@ def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
     if why or vote & SAVE or stopping:
         session.context.place("save")
         session.save(pending_row=None if evaluated else row)
-    if stopping and session.step < steps:
+    if stopping and (session.step < steps or not evaluated):
         session.close()
         raise Stopped(f"stopped at step {session.step} of {steps}")

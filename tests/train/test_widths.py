@@ -58,9 +58,7 @@ class RingSum:
         return total
 
 
-def test_a_ring_sum_in_the_place_of_the_tree_is_seen_at_width_4(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_sum_in_place_of_the_tree_is_seen_at_width_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control. At widths 1 and 2 any order gives the same bits; there the ranks' own trees do the rest."""
 
     def tree_or_ring(scratch: object, *recycle: object) -> object:
