@@ -118,6 +118,17 @@ def stepping(context):
     return "done"
 
 
+def test_a_loop_that_only_reports_steps_can_be_hit(tmp_path):
+    def worker(context):
+        for step in range(1, 6):
+            context.progress(step)
+            dist.barrier()
+
+    faults.arm("kill:rank=1,step=4,place=step")
+    with pytest.raises(RunFailed, match="rank 1 vanished without a word at step 4: killed by SIGKILL"):
+        run_ranks(worker, 2, folder=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [

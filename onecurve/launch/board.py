@@ -31,6 +31,7 @@ class Board:
         self.world = world
         self.memory = mmap.mmap(fd, HEADER_BYTES + STRIDE_BYTES * world)
         self.words = memoryview(self.memory).cast("q")
+        self.closed = False
 
     @staticmethod
     def size(world: int) -> int:
@@ -72,7 +73,7 @@ class Board:
     # --- anybody ---------------------------------------------------------------------------
     def request_stop(self, signum: int) -> None:
         """Ask every rank to stop at a step that they agree on. The first signal stays on record."""
-        if not self.words[STOP]:
+        if not self.closed and not self.words[STOP]:
             self.words[STOP] = signum
 
     @property
@@ -113,5 +114,6 @@ class Board:
         return all(self.done(rank) for rank in range(self.world))
 
     def close(self) -> None:
+        self.closed = True
         self.words.release()
         self.memory.close()

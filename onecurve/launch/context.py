@@ -25,10 +25,15 @@ class RankContext:
         self._slot = rank if slot is None else slot  # under torchrun each rank has a board of its own
 
     def progress(self, step: int, total: int | None = None, text: str = "") -> None:
-        """A sign of life, at step `step` of `total`; rank 0's values and `text` reach the parent's `progress=`."""
+        """A sign of life, at step `step` of `total`; rank 0's values and `text` reach the parent's `progress=`.
+
+        It is a point for faults, too: `place=step`.
+        """
         self.step = step
         faults.here(self.rank, step)
         self._board.mark_progress(self._slot, step, total, text)
+        if faults.armed:
+            faults.at("step", rank=self.rank, step=step)
 
     def place(self, name: str) -> None:
         """Mark where the rank is ("forward", "exchange", "save" …): for hang reports, errors and fault injection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from onecurve.errors import InputError, RunFailed, Stopped
 from onecurve.launch import blame
 from onecurve.launch.crew import Crew, Worker
 from onecurve.launch.signals import StopSignals
-from onecurve.launch.watchdog import Watchdog
+from onecurve.launch.watchdog import Finding, Watchdog
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # a rank lost its peer: so long may the cause take to show
@@ -73,44 +74,56 @@ def run_ranks(
         "timeout": stall_seconds + GROUP_MARGIN_SECONDS,
         "threads": threads,
     }
-    with Crew(worker, world, folder, start=start, lifeline=lifeline, **seats) as crew:
-        return _supervise(crew, Watchdog(crew, stall_seconds, limit_seconds), progress, on_signal)
+    crew = Crew(worker, world, folder, start=start, lifeline=lifeline, **seats)
+    with StopSignals(crew.board, at_once=on_signal == "kill") as signals, crew:
+        return _supervise(crew, signals, Watchdog(crew, stall_seconds, limit_seconds), progress)
 
 
-def _supervise(crew: Crew, watchdog: Watchdog, progress: Progress | None, on_signal: str) -> list[Any]:
+def _supervise(crew: Crew, signals: StopSignals, watchdog: Watchdog, progress: Progress | None) -> list[Any]:
     trouble_at = 0.0
     shown: tuple[int, int | None, str] | None = None
-    with StopSignals(crew.board, at_once=on_signal == "kill") as signals:
-        while crew.running:
-            crew.poll(POLL_SECONDS)
-            now = time.monotonic()
-            if signals.abort:
-                crew.kill()
-                name = signal.Signals(signals.abort).name
-                raise Stopped(f"ended at once by {name}; the newest checkpoint stays whole")
-            records = [member.record for member in crew.members if member.record is not None]
-            failures = [record for record in records if record["exit_code"] != Stopped.exit_code]
-            vanished = [member for member in crew.members if member.ending and member.ending.vanished]
-            if failures or vanished:
-                trouble_at = trouble_at or now
-                settled = vanished or any(not record["secondary"] for record in failures)
-                if settled or now - trouble_at > SETTLE_SECONDS:
-                    crew.tell()
-            elif finding := watchdog.look():
-                crew.kill()
-                print(f"{finding.line}\n{finding.stacks}", file=sys.stderr, flush=True)
-                error = RunFailed(finding.line)
-                error.rank = finding.rank
-                raise error
-            if crew.told_at and now - crew.told_at > GRACE_SECONDS:
-                crew.kill()
-            if progress is not None:
-                board = crew.board
-                current = (board.step(0), board.total(0), board.text(0))
-                if current != shown and current != (0, None, ""):
-                    progress(*current)
-                    shown = current
+    while crew.running:
+        crew.poll(POLL_SECONDS)
+        now = time.monotonic()
+        if signals.abort:
+            crew.kill()
+            name = signal.Signals(signals.abort).name
+            raise Stopped(f"ended at once by {name}; the newest checkpoint stays whole")
+        records = [member.record for member in crew.members if member.record is not None]
+        failures = [record for record in records if record["exit_code"] != Stopped.exit_code]
+        vanished = [member for member in crew.members if member.ending and member.ending.vanished]
+        if failures or vanished:
+            trouble_at = trouble_at or now
+            if vanished or any(not record["secondary"] for record in failures):
+                crew.tell()
+            elif now - trouble_at > SETTLE_SECONDS:
+                if not crew.told_at and (finding := watchdog.stopped()):  # lost, because it was stopped
+                    crew.kill()
+                    raise _stalled(finding, crew.folder)
+                crew.tell()
+        elif finding := watchdog.look():
+            crew.kill()
+            raise _stalled(finding, crew.folder)
+        if crew.told_at and now - crew.told_at > GRACE_SECONDS:
+            crew.kill()
+        if progress is not None:
+            board = crew.board
+            current = (board.step(0), board.total(0), board.text(0))
+            if current != shown and current != (0, None, ""):
+                progress(*current)
+                shown = current
     verdict = blame.verdict([member.ending for member in crew.members if member.ending])
     if verdict is not None:
         raise verdict
     return [member.result for member in crew.members]
+
+
+def _stalled(finding: Finding, folder: Path) -> RunFailed:
+    """Every rank's state and stack to stderr and to `folder/errors/stacks.txt`; the one line in the error."""
+    print(f"{finding.line}\n{finding.stacks}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        (folder / "errors").mkdir(parents=True, exist_ok=True)
+        (folder / "errors" / "stacks.txt").write_text(f"{finding.line}\n{finding.stacks}\n")
+    error = RunFailed(finding.line)
+    error.rank = finding.rank
+    return error

@@ -33,7 +33,7 @@ class Watchdog:
     rank is blamed for that hour.
     """
 
-    LONGEST_LOOK = 1.0  # seconds between two looks that count at most
+    LONGEST_LOOK = 0.25  # seconds between two looks that count at most
 
     def __init__(self, crew: Crew, stall_seconds: float, limit_seconds: float | None = None) -> None:
         self.crew = crew
@@ -70,16 +70,26 @@ class Watchdog:
         rank, board = suspects[0].rank, self.crew.board
         place = where(board.step(rank), board.place(rank))
         if _is_stopped(suspects[0]):
-            line = (
-                f"rank {rank} made no progress for {self.stall_seconds:g} s{place}: it is stopped (state T) by a signal"
-            )
-        elif len(suspects) == 1:
+            return self._stopped(suspects[0], stacks)
+        if len(suspects) == 1:
             line = f"rank {rank} made no progress for {self.stall_seconds:g} s{place}: it hangs"
         else:
             line = (
                 f"ranks {', '.join(str(member.rank) for member in suspects)} made no progress for "
                 f"{self.stall_seconds:g} s and wait for each other; rank {rank} fell silent first{place}"
             )
+        return Finding(line, self._report(stacks), rank)
+
+    def stopped(self) -> Finding | None:
+        """A rank that is stopped by a signal, whatever the time: for when its peers have lost patience first."""
+        first = next((member for member in self.crew.running if _is_stopped(member)), None)
+        return None if first is None else self._stopped(first, self._stacks())
+
+    def _stopped(self, member: Member, stacks: dict[int, str]) -> Finding:
+        board, rank = self.crew.board, member.rank
+        seconds = (time.monotonic_ns() - board.last_beat(rank)) / 1e9
+        place = where(board.step(rank), board.place(rank))
+        line = f"rank {rank} made no progress for {seconds:.0f} s{place}: it is stopped (state T) by a signal"
         return Finding(line, self._report(stacks), rank)
 
     def _suspects(self, silent: list[Member], stacks: dict[int, str]) -> list[Member]:

@@ -2,11 +2,11 @@
 
 One call of `step` is, on every rank:
 
-    1. exchange    partial gradient sums travel to the owner of each range, who finishes the tree   (gradients.py)
-    2. share       losses per leaf, token counts, largest gradient element                          48 bytes or so
-    3. share       exact sum of squares -> the gradient norm; one verdict, the same everywhere      16 bytes
+    1. exchange    partial gradient sums go to each range's owner, who finishes the tree  (contiguous.py, strided.py)
+    2. share       losses per leaf, token counts, largest gradient element                48 bytes or so
+    3. share       exact sum of squares -> the gradient norm; one verdict, everywhere     16 bytes
     4. update      gradient x (clip factor / tokens), AdamW on the ranges this rank holds
-    5. all-gather  masters, rounded to the working dtype, to whoever computes with them             (weights.py)
+    5. all-gather  masters, rounded to the working dtype, to whoever computes with them   (weights.py)
 
 The stages differ only in what is cut by W data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also the
 gradients, 3 also the working weights. No stage, width or transport changes a bit.
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from onecurve.errors import InputError
 from onecurve.optim.adamw import AdamW
-from onecurve.parallel.gradients import ContiguousGradients, GradientSpace, StridedGradients
+from onecurve.parallel.bands import GradientSpace
+from onecurve.parallel.contiguous import ContiguousGradients
 from onecurve.parallel.mesh import Mesh
 from onecurve.parallel.norms import local_max, local_squares, norm
 from onecurve.parallel.ownership import OwnedRange, OwnershipTable
 from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference
+from onecurve.parallel.strided import StridedGradients
 from onecurve.parallel.tree import contiguous_leaves, tree_sum
 from onecurve.parallel.units import Units, extras, survey
 from onecurve.parallel.weights import GatheredWeights, WholeWeights

@@ -22,9 +22,10 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, left: Ite
     return lines
 
 
-def printable(text: str) -> str:
-    """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes,
+    except those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def human_bytes(count: float) -> str:

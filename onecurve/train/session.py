@@ -1,38 +1,32 @@
 """One rank's side of a run: everything the loop works with, made from the config and the run folder."""
 
 import json
-import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from onecurve import __version__
 from onecurve.checkpoint import Manifest, latest_checkpoint, load_checkpoint
 from onecurve.checkpoint.background import Checkpointer
-from onecurve.checkpoint.mirror import Mirror
+from onecurve.checkpoint.errors import NotWritable, SaveFailed
 from onecurve.checkpoint.store import list_steps, remove_checkpoint
 from onecurve.config import Config
 from onecurve.data.evaluation import EvaluationSet
 from onecurve.data.loader import Loader
-from onecurve.data.text import open_corpus
-from onecurve.errors import ConfigError, Stopped
+from onecurve.errors import Stopped
 from onecurve.launch import RankContext
 from onecurve.model import GPT
 from onecurve.optim import Schedule
-from onecurve.parallel import Mesh, ZeroOptimizer, replicate
+from onecurve.parallel import Mesh, ZeroOptimizer
 from onecurve.report.console import Progress
 from onecurve.train.evaluate import evaluate
 from onecurve.train.guard import Guard, GuardState, Rollback
 from onecurve.train.memory import RankMemory, aggregate, measure
-from onecurve.train.numerics import differences, environment
+from onecurve.train.parts import new_model
 from onecurve.train.plan import Plan
 from onecurve.train.records import Metrics, log_event, write_json
-
-EVALUATION_TOKENS = 1 << 17  # of the held-out part, at most so many, spread evenly over it
 
 
 @dataclass
@@ -64,9 +58,9 @@ class Session:
     def leader(self) -> bool:
         return self.mesh.rank == 0
 
-    def event(self, name: str, **details: Any) -> None:
+    def event(self, name: str, *, step: int | None = None, **details: Any) -> None:
         if self.leader:
-            log_event(self.plan.folder, name, self.step, **details)
+            log_event(self.plan.folder, name, self.step if step is None else step, **details)
 
     def say(self, text: str) -> None:
         """One line on stderr for the person who watches, once per run."""
@@ -79,6 +73,8 @@ class Session:
         rate = self.schedule(step - 1)
         if fault is not None and fault.step == step and step not in self.guard.state.spent:
             rate *= fault.factor
+            self.say(f"step {step}: the rehearsed fault multiplies the learning rate by {fault.factor:g}")
+            self.event("fault", step=step, factor=fault.factor)
         return rate
 
     @property
@@ -113,19 +109,30 @@ class Session:
 
     def save(self, pending_row: dict[str, Any] | None = None) -> None:
         """Save the state after `step`; in the background, if the config says so. Collective."""
-        keep_for_rollback = self.step - 2
-        for manifest in self.saver.save(self.step, self.info(pending_row), protect=max(keep_for_rollback, 0)):
-            self.event("checkpoint", saved=manifest.step)
+        old_enough = max(self.step - 2, 0)  # for a rollback from the next step
+        self._note_saves(lambda: self.saver.save(self.step, self.info(pending_row), protect=old_enough))
         self.saved_at = time.monotonic()
+
+    def poll(self, all_ready: bool) -> None:
+        """Commit what was written behind the training, once all ranks have written theirs. Collective."""
+        self._note_saves(lambda: self.saver.poll(all_ready))
 
     def close(self) -> None:
         """Wait for what is still being written. Collective."""
-        for manifest in self.saver.close():
+        self._note_saves(self.saver.close)
+
+    def _note_saves(self, work: Callable[[], list[Manifest]]) -> None:
+        """Do it, and record what came of it. A save that failed ends the run, in this call or a later one: a run that
+        can't save promises work that it can't keep."""
+        try:
+            committed = work()
+        except NotWritable as error:  # bad input before the first step; now it is a failure
+            raise SaveFailed(str(error)) from error
+        for manifest in committed:
             self.event("checkpoint", saved=manifest.step)
         for note in self.saver.take_notes():
             self.say(note)
             self.event("note", text=note)
-        self.event("end")
 
     def evaluate(self) -> float | None:
         """The loss on the held-out part; None if a rank was asked to stop meanwhile. Collective."""
@@ -178,18 +185,25 @@ class Session:
 
     def go_back(self, rollback: Rollback) -> None:
         """Rewind weights, moments, schedule, data, guard, metrics together; the loop replays the rest. Collective."""
-        self.saver.drain()
-        self.step = rollback.step - 1
-        self.event(
-            "rollback", at=rollback.step, reason=rollback.reason, back_to=rollback.back_to, skipped=rollback.dropped
-        )
-        self.say(
-            f"step {rollback.step}: {rollback.reason}; back to the state after step {rollback.back_to}, "
-            f"giving up batches {list(rollback.dropped)}"
-        )
+        self.context.place("rollback")
+        self._note_saves(self.saver.drain)
+        self.say(f"step {rollback.step}: {rollback.reason}")
         self.restore(self.newest(at_most=rollback.back_to))
         # The rows up to `back_to` draw the same batches with the longer list: those it adds lie behind them.
         self.guard.state = replace(rollback.state, last_loss=self.guard.state.last_loss)
+        self.event(
+            "rollback", step=rollback.step, reason=rollback.reason, back_to=rollback.back_to, restored=self.step,
+            skipped=rollback.dropped, count=rollback.state.rollbacks,
+        )  # fmt: skip
+        source = f"from the checkpoint of step {self.step}" if self.step else "from the start"
+        if self.step < rollback.back_to:
+            source += f", then {numbered('step', self.step + 1, rollback.back_to)} again"
+        self.say(
+            f"rollback {rollback.state.rollbacks} of at most {self.guard.max_rollbacks} in a row: to the state after "
+            f"step {rollback.back_to} ({source}); {numbered('step', rollback.back_to + 1, rollback.step)} with new "
+            f"batches in place of {', '.join(map(str, rollback.dropped))}"
+        )
+        self.context.place("replay")
 
     def measure_memory(self) -> None:
         """Count live tensors on every rank, once all buffers exist, and write memory.json. Collective."""
@@ -204,117 +218,6 @@ class Session:
             write_json(self.plan.folder / "memory.json", {"ranks": rows, "maximum": maximum, "mean": mean})
 
 
-def new_model(config: Config) -> GPT:
-    """The untrained model of a curve."""
-    m = config.model
-    return GPT(
-        layers=m.layers, width=m.width, heads=m.heads, vocab=m.vocab, context=m.context,
-        tied=m.tied, dropout=m.dropout, seed=config.train.seed,
-    )  # fmt: skip
-
-
-def new_loader(config: Config, *, full_check: bool = False) -> Loader:
-    """The training batches of a curve; `full_check` reads the whole corpus once. Raises InputError for a corpus that
-    can't serve it."""
-    m, t = config.model, config.train
-    needed = t.leaves * t.accumulate * t.micro_batch
-    corpus = open_corpus(
-        config.data.source, vocab=m.vocab, context=m.context, seed=t.seed, step_windows=needed, full_check=full_check
-    )
-    return Loader(
-        corpus, context=m.context, micro_batch=t.micro_batch, leaves=t.leaves, accumulate=t.accumulate, seed=t.seed
-    )
-
-
-def open_session(plan: Plan, context: RankContext) -> Session:
-    """Build the model and its optimizer, and go to where the run stands. Collective."""
-    config = plan.config
-    mesh = Mesh(dp=config.layout.dp, transport=config.layout.transport, limit=config.limits.stall_seconds)
-    model = new_model(config)
-    replicate(model, mesh)
-    rates, train = config.optimizer, config.train
-    optimizer = ZeroOptimizer(
-        model,
-        mesh,
-        stage=config.layout.zero,
-        leaves=train.leaves,
-        accumulate=train.accumulate,
-        betas=rates.betas,
-        eps=rates.eps,
-        weight_decay=rates.weight_decay,
-        clip=rates.clip,
-    )
-    held_out = None
-    if config.observe.eval_every:
-        corpus = open_corpus(
-            config.data.source, vocab=config.model.vocab, context=config.model.context, seed=train.seed, split="val"
-        )
-        share = min(1.0, EVALUATION_TOKENS / max(len(corpus.tokens), 1))
-        held_out = EvaluationSet(corpus, context=config.model.context, micro_batch=train.micro_batch, share=share)
-    saver = Checkpointer(
-        plan.folder / "checkpoints",
-        optimizer,
-        background=config.checkpoint.background,
-        keep=config.checkpoint.keep,
-        fence=plan.fence,
-        mirror=Mirror(config.checkpoint.mirror, keep=config.checkpoint.keep) if config.checkpoint.mirror else None,
-    )
-    session = Session(
-        plan=plan,
-        context=context,
-        mesh=mesh,
-        model=model,
-        optimizer=optimizer,
-        loader=new_loader(config),
-        held_out=held_out,
-        schedule=Schedule(rates.lr, train.steps, rates.warmup_steps, rates.decay, rates.min_lr),
-        guard=Guard(config.guard.spike_factor, config.guard.max_rollbacks),
-        saver=saver,
-        lines=Progress(train.steps, log_every=config.observe.log_every) if draws_lines(plan, mesh) else None,
-        numerics=environment(config),
-    )
-    path = session.newest() if plan.resume else None
-    manifest = session.restore(path)
-    if session.leader:
-        write_run_record(session)
-    session.event("resume" if manifest else "start", layout=config.layout.model_dump())
-    if manifest is not None:
-        check_numerics(session, manifest)
-        session.say(f"resumed at step {manifest.step} of {train.steps}")
-    elif plan.resume:
-        session.say("no checkpoint to resume from: starting fresh")
-    if manifest is None and plan.parent is not None:
-        session.save()  # a copy of its own: the other run may be removed
-    return session
-
-
-def draws_lines(plan: Plan, mesh: Mesh) -> bool:
-    return mesh.rank == 0 and not plan.quiet and not sys.stderr.isatty()
-
-
-def write_run_record(session: Session) -> None:
-    """run.json: what this curve is and where it runs now."""
-    plan, optimizer = session.plan, session.optimizer
-    record = {
-        "curve_id": plan.curve_id,
-        "parent": plan.parent_digest,
-        "data_fingerprint": session.loader.fingerprint,
-        "parameters": sum(spec.numel for spec in optimizer.table.parameters),
-        "layout": plan.config.layout.model_dump() | {"transport": session.mesh.transport_name},
-        "numerics": session.numerics,
-        "versions": {"onecurve": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
-    write_json(plan.folder / "run.json", record)
-
-
-def check_numerics(session: Session, manifest: Manifest) -> None:
-    """Compare the environment with the checkpoint's: go on and say so, or refuse (numerics.on_change)."""
-    changed = differences(manifest.numerics, session.numerics)
-    if not changed:
-        return
-    text = f"the numeric environment changed since step {manifest.step}: {'; '.join(changed)}"
-    if session.config.numerics.on_change == "refuse":
-        cure = 'resume where it was, or set numerics.on_change = "record" in the run\'s config.toml'
-        raise ConfigError(f'{text}; numerics.on_change = "refuse": {cure}')
-    session.say(f"{text}; the run goes on, its bits may differ from here")
-    session.event("numerics", changed=changed)
+def numbered(what: str, first: int, last: int) -> str:
+    """ "step 11", or "steps 11 to 13"."""
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"

@@ -22,7 +22,9 @@ from onecurve.data.loader import Loader
 from onecurve.errors import InputError
 from onecurve.model import gpt
 from onecurve.parallel import ownership, zero
-from onecurve.parallel.gradients import Band, ContiguousGradients, GradientSpace, StridedGradients
+from onecurve.parallel.bands import Band, GradientSpace
+from onecurve.parallel.contiguous import ContiguousGradients
+from onecurve.parallel.strided import StridedGradients
 from onecurve.parallel.tree import TreeSum, contiguous_leaves
 from onecurve.parallel.zero import Stats, ZeroOptimizer
 

@@ -16,8 +16,8 @@ from onecurve.curve import curve_id
 from onecurve.errors import OnecurveError, RunFailed, Stopped
 from onecurve.launch import run_ranks
 from onecurve.report.console import table
+from onecurve.train.parts import new_loader
 from onecurve.train.plan import Plan
-from onecurve.train.session import new_loader
 from onecurve.verify.controls import find
 from onecurve.verify.matrix import SAVE_EVERY, Combination, Leg, full_matrix, last_step, quick_matrix, reference
 from onecurve.verify.watch import LINES, verify_rank

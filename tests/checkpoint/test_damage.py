@@ -246,7 +246,7 @@ def test_another_model_is_refused_and_the_optimizer_left_alone(two, parameters):
 
 
 def test_folders_that_are_no_checkpoints(two, tmp_path):
-    folder, path, parameters = two
+    folder, path, _ = two
     shutil.copytree(path, folder / "step-00000030")  # another name than its step
     (folder / "step-00000040").mkdir()
     (folder / "step-00000050").symlink_to(path)

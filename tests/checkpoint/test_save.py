@@ -104,13 +104,22 @@ def test_a_file_system_that_is_full(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission(tmp_path):
-    tmp_path.chmod(0o500)
-    try:
-        same_error(failing_save(tmp_path / "checkpoints"), NotWritable, "Permission denied")
-    finally:
-        tmp_path.chmod(0o700)
+    save(tmp_path, step=10)
+    tmp_path.chmod(0o555)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            if os.geteuid() == 0:  # root may write anywhere
+                os.setuid(65534)
+            same_error(failing_save(tmp_path), NotWritable, "rank 0", "Permission denied")
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    tmp_path.chmod(0o755)
+    assert names(tmp_path) == ["step-00000010"]
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):

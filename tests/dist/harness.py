@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks from a test: results or the real error, within a time limit, nothing left behind."""
+"""Run a function on real gloo ranks from a test: results or the real error, in limited time, nothing left."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import onecurve
+
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -34,7 +36,12 @@ with context_from_torchrun(folder, stall_seconds=20) as context:
 def torchrun(folder, steps, faults=""):
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "ONECURVE_FAULTS": faults, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "ONECURVE_FAULTS": faults,
+        "PYTHONPATH": str(Path(onecurve.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
         [*command, str(program), str(folder), str(steps)], env=environment, stderr=subprocess.PIPE, text=True

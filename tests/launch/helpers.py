@@ -1,5 +1,6 @@
 """A command as a test sees it: a process that runs ranks, can be signalled, and must leave nothing behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -111,8 +112,24 @@ def stepping_worker(steps: int = 2000, pause: float = 0.002):
     return worker
 
 
-def wait_for_step(folder: Path, seconds: float = 10.0) -> None:
-    limit = time.monotonic() + seconds
-    while not (folder / "running").exists():
-        assert time.monotonic() < limit, "the ranks did not start stepping"
-        time.sleep(0.005)
+def start_grandchild(context):
+    """A process that ignores SIGTERM and would live on."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+        os._exit(0)
+    path = context.folder / f"pid-grandchild-{context.rank}"
+    path.write_text(json.dumps([pid, os.getpgid(pid)]))
+
+
+def freeze_and_thaw(parent, ranks, seconds):
+    """The parent last and first: it has seen the last beats, and wakes up to find them old."""
+    for pid in [*ranks, parent]:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.06)
+    time.sleep(seconds)
+    for pid in [parent, *ranks]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.12)

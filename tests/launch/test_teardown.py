@@ -1,6 +1,5 @@
 """After a failure nothing is left: stubborn survivors, grandchildren, a parent that is killed itself."""
 
-import json
 import os
 import signal
 import time
@@ -11,18 +10,7 @@ import torch.distributed as dist
 
 from onecurve.errors import RunFailed
 from onecurve.launch import run_ranks
-from tests.launch.helpers import Command, announce, leftovers, rank_pids, stepping_worker
-
-
-def start_grandchild(context):
-    """A process that ignores SIGTERM and would live on."""
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(60)
-        os._exit(0)
-    path = context.folder / f"pid-grandchild-{context.rank}"
-    path.write_text(json.dumps([pid, os.getpgid(pid)]))
+from tests.launch.helpers import Command, announce, leftovers, rank_pids, start_grandchild, stepping_worker
 
 
 def test_grandchildren_and_stubborn_survivors_are_ended(tmp_path):

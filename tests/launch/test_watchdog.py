@@ -6,11 +6,12 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from onecurve.errors import RunFailed
+from onecurve.errors import PeerLost, RunFailed
 from onecurve.launch import run_ranks
-from tests.launch.helpers import Command, announce, leftovers, rank_pids, stepping_worker
+from tests.launch.helpers import Command, announce, freeze_and_thaw, leftovers, rank_pids, stepping_worker
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -37,6 +38,31 @@ def test_a_stopped_rank_is_found(tmp_path, capfd, victim):
         assert f"--- rank {rank}: state" in shown
     assert shown.count("in worker") >= 2  # the stacks of those that can still write one
     assert leftovers(tmp_path) == []
+
+
+def test_a_stopped_rank_is_named_when_its_peers_lose_patience_first(tmp_path, capfd):
+    def worker(context):
+        announce(context)
+        dist.barrier()
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.2)
+        raise PeerLost("rank 1 sent nothing for 0.2 s")
+
+    with pytest.raises(RunFailed, match="rank 1 made no progress for 1 s: it is stopped"):
+        run_ranks(worker, 2, folder=tmp_path)
+    assert (tmp_path / "errors/stacks.txt").read_text() == capfd.readouterr().err
+    assert leftovers(tmp_path) == []
+
+
+def test_a_deadlock_names_all_who_wait(tmp_path):
+    def worker(context):
+        context.progress(1)
+        context.place("exchange")
+        dist.recv(torch.ones(1), 1 - context.rank)
+
+    with pytest.raises(RunFailed, match=r"ranks [01], [01] made no progress for 1 s and wait for each other"):
+        run_ranks(worker, 2, folder=tmp_path, stall_seconds=1)
 
 
 def test_a_hanging_rank_is_found(tmp_path, capfd):
@@ -79,15 +105,9 @@ def test_a_rank_that_is_done_may_wait_for_the_others(tmp_path):
 def test_time_in_which_everything_slept_is_not_counted(tmp_path):
     """The whole tree is frozen for longer than stall_seconds, as on a laptop with its lid closed."""
     command = Command(
-        lambda: run_ranks(stepping_worker(steps=60, pause=0.02), 2, folder=tmp_path, stall_seconds=1.2), tmp_path
+        lambda: run_ranks(stepping_worker(steps=60, pause=0.02), 2, folder=tmp_path, stall_seconds=1), tmp_path
     )
-    everybody = [command.pid, *rank_pids(tmp_path, 2)]
-    for pid in everybody:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(1.5)
-    for pid in everybody:  # the parent first: it looks at beats that are old
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.05)
+    freeze_and_thaw(command.pid, rank_pids(tmp_path, 2), 1.5)
     assert command.wait() == 0
 
 

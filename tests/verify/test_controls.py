@@ -1,4 +1,4 @@
-"""The broken twin of every clause: `verify` must catch each on this machine, and find one curve where none is broken."""
+"""The broken twin of every clause: `verify` must catch each, and find one curve where none is broken."""
 
 import pytest
 

@@ -1,0 +1,113 @@
+"""How a rank's session begins: the parts are built, and the run goes to where it stands."""
+
+import platform
+import sys
+
+import torch
+
+from onecurve import __version__
+from onecurve.checkpoint import Manifest
+from onecurve.checkpoint.background import Checkpointer
+from onecurve.checkpoint.mirror import Mirror
+from onecurve.errors import ConfigError
+from onecurve.launch import RankContext
+from onecurve.launch.ranks import GROUP_MARGIN_SECONDS
+from onecurve.launch.torchrun import under_torchrun
+from onecurve.parallel import Mesh, ZeroOptimizer, replicate
+from onecurve.report.console import Progress
+from onecurve.train.guard import Guard
+from onecurve.train.numerics import differences, environment
+from onecurve.train.parts import new_held_out, new_loader, new_model, new_schedule
+from onecurve.train.plan import Plan
+from onecurve.train.records import write_json
+from onecurve.train.session import Session
+
+
+def open_session(plan: Plan, context: RankContext) -> Session:
+    """Build the model and its optimizer, and go to where the run stands. Collective."""
+    config = plan.config
+    # The launcher's watchdog speaks first: it can tell which rank is at fault.
+    patience = config.limits.stall_seconds + GROUP_MARGIN_SECONDS
+    mesh = Mesh(dp=config.layout.dp, transport=config.layout.transport, limit=patience)
+    model = new_model(config)
+    replicate(model, mesh)
+    rates, train = config.optimizer, config.train
+    optimizer = ZeroOptimizer(
+        model,
+        mesh,
+        stage=config.layout.zero,
+        leaves=train.leaves,
+        accumulate=train.accumulate,
+        betas=rates.betas,
+        eps=rates.eps,
+        weight_decay=rates.weight_decay,
+        clip=rates.clip,
+    )
+    saver = Checkpointer(
+        plan.folder / "checkpoints",
+        optimizer,
+        background=config.checkpoint.background,
+        keep=config.checkpoint.keep,
+        fence=plan.fence,
+        mirror=Mirror(config.checkpoint.mirror, keep=config.checkpoint.keep) if config.checkpoint.mirror else None,
+    )
+    session = Session(
+        plan=plan,
+        context=context,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        loader=new_loader(config),
+        held_out=new_held_out(config),
+        schedule=new_schedule(config),
+        guard=Guard(config.guard.spike_factor, config.guard.max_rollbacks),
+        saver=saver,
+        lines=Progress(train.steps, log_every=config.observe.log_every) if draws_lines(plan, mesh) else None,
+        numerics=environment(config),
+    )
+    path = session.newest() if plan.resume else None
+    manifest = session.restore(path)
+    if session.leader:
+        write_run_record(session)
+    session.event("resume" if manifest else "start", layout=config.layout.model_dump())
+    if manifest is not None:
+        check_numerics(session, manifest)
+        session.say(f"resumed at step {manifest.step} of {train.steps}")
+    elif plan.resume:
+        session.say("no checkpoint to resume from: starting fresh")
+    if manifest is None and plan.parent is not None:
+        session.save()  # a copy of its own: the other run may be removed
+    return session
+
+
+def draws_lines(plan: Plan, mesh: Mesh) -> bool:
+    """On a terminal the launching process draws a bar instead."""
+    return mesh.rank == 0 and not plan.quiet and (under_torchrun() or not sys.stderr.isatty())
+
+
+def write_run_record(session: Session) -> None:
+    """run.json: what this curve is and where it runs now."""
+    plan, optimizer = session.plan, session.optimizer
+    record = {
+        "curve_id": plan.curve_id,
+        "parent": plan.parent_digest,
+        "data_fingerprint": session.loader.fingerprint,
+        "parameters": sum(spec.numel for spec in optimizer.table.parameters),
+        "layout": plan.config.layout.model_dump() | {"transport": session.mesh.transport_name},
+        "numerics": session.numerics,
+        "versions": {"onecurve": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    write_json(plan.folder / "run.json", record)
+
+
+def check_numerics(session: Session, manifest: Manifest) -> None:
+    """Compare the environment with the checkpoint's: go on and say so, or refuse (numerics.on_change)."""
+    changed = differences(manifest.numerics, session.numerics)
+    if not changed:
+        return
+    text = f"the numeric environment changed since step {manifest.step}: {'; '.join(changed)}"
+    if session.config.numerics.on_change == "refuse":
+        cure = 'resume where it was, or set numerics.on_change = "record" in the run\'s config.toml'
+        raise ConfigError(f'{text}; numerics.on_change = "refuse": {cure}')
+    session.say(f"{text}; the run goes on, its bits may differ from here")
+    session.event("numerics", changed=changed)
