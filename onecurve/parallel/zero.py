@@ -216,7 +216,7 @@ class ZeroOptimizer:
         """What must be a bitwise copy on all ranks, by name: the working weights, unless they are sharded; the state,
         unless it is; frozen parameters and all buffers."""
         weights = {} if self.stage == 3 else {name: p.detach() for name, p in self.trained.parameters.items()}
-        state = {}
+        state: dict[str, Tensor] = {}
         if self.stage == 0:
             for kind, vector in (("master", self.master), ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
                 state |= {f"{kind} of {r.name}": vector[r.at : r.at + r.length] for r in self.held()}
