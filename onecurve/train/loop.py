@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from onecurve import faults
-from onecurve.checkpoint.policy import due
+from onecurve.checkpoint import due_by_clock, due_by_step
 from onecurve.errors import Stopped
 from onecurve.launch import RankContext
 from onecurve.model import token_loss
@@ -85,10 +85,9 @@ def rehearsed(logits: Tensor) -> Tensor:
 
 def votes(session: Session) -> int:
     """What this rank asks for: to stop; to save, by rank 0's clock; to wait, for it still writes a save."""
-    minutes = (time.monotonic() - session.saved_at) / 60
-    overdue = due(0, total=-1, every_minutes=session.config.checkpoint.every_minutes, minutes=minutes) == "minutes"
-    wanted = {STOP: session.context.stop_requested, SAVE: session.leader and overdue, WRITING: not session.saver.ready}
-    return sum(vote for vote, is_wanted in wanted.items() if is_wanted)
+    every_minutes = session.config.checkpoint.every_minutes
+    overdue = session.leader and due_by_clock(time.monotonic() - session.saved_at, every_minutes=every_minutes)
+    return STOP * session.context.stop_requested | SAVE * overdue | WRITING * (not session.saver.ready)
 
 
 def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[str, Any]:
@@ -123,8 +122,8 @@ def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
     if evaluated:
         session.write_row(row)
     stopping = bool(vote & STOP) or not evaluated
-    why = due(session.step, total=steps, every_steps=checkpoint.every_steps)
-    if why or vote & SAVE or stopping:
+    due = due_by_step(session.step, total=steps, every_steps=checkpoint.every_steps)
+    if due or vote & SAVE or stopping:
         session.context.place("save")
         session.save(pending_row=None if evaluated else row)
     if stopping and (session.step < steps or not evaluated):
