@@ -50,7 +50,7 @@ def check_memory(config: Config, ranks_here: int, available: int | None) -> None
     """`available` bytes against what the ranks of this host hold for sure; None where it can't be known."""
     costs = rank_costs(config)
     copy = costs[0].optimizer + costs[0].padding if config.checkpoint.background else 0
-    one = max(cost.weights + cost.gradients + cost.optimizer + cost.padding for cost in costs) + copy
+    one = max(cost.total for cost in costs) + copy
     if available is not None and one * ranks_here > available:
         raise InputError(
             f"{human_bytes(available)} of memory are free, but {ranks_here} ranks need {human_bytes(one * ranks_here)} "

@@ -120,6 +120,8 @@ class Session:
     def close(self) -> None:
         """Wait for what is still being written. Collective."""
         self._note_saves(self.saver.close)
+        if self.memory is not None:
+            self.measure_memory()  # again: now the copies that saves work from are there
 
     def _note_saves(self, work: Callable[[], list[Manifest]]) -> None:
         """Do it, and record what came of it. A save that failed ends the run, in this call or a later one: a run that
@@ -209,12 +211,12 @@ class Session:
         """Count live tensors on every rank, once all buffers exist, and write memory.json. Collective."""
         trained = self.optimizer.share.numel
         cut = 1 if self.optimizer.stage == 0 else self.mesh.dp
-        mine = measure(self.mesh.rank, self.optimizer.tensors(), trained, cut)
+        scratch = self.saver.scratch_bytes + self.optimizer.gathered_bytes
+        mine = measure(self.mesh.rank, self.optimizer.tensors(), trained, cut, scratch)
         profile = [RankMemory(**json.loads(row)) for row in self.mesh.share(json.dumps(asdict(mine)).encode())]
         maximum, mean = self.memory = aggregate(profile)
         if self.leader:
-            scratch = self.saver.scratch_bytes
-            rows = [asdict(row) | {"scratch": scratch, "total": row.total} for row in profile]
+            rows = [asdict(row) | {"total": row.total} for row in profile]
             write_json(self.plan.folder / "memory.json", {"ranks": rows, "maximum": maximum, "mean": mean})
 
 
