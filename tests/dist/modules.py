@@ -53,9 +53,12 @@ class Sizes(Base):
         self.turned.weight = nn.Parameter(draw(4, 7, shape=(5, 3)).t())
         self.turned.forward = lambda x: F.linear(F.linear(x, self.turned.weight), self.turned.weight.t())
         self.scale = parameter(5, key=5)
+        self.hollow = nn.Module()  # a unit of an empty parameter alone
+        self.hollow.none = nn.Parameter(torch.empty(2, 0))
+        self.hollow.forward = lambda x: x + self.hollow.none.sum()
 
     def forward(self, x: Tensor, step: int, leaf: int, micro: int) -> Tensor:
-        return super().forward(self.turned(self.tiny(x)) * self.scale, step, leaf, micro)
+        return super().forward(self.turned(self.tiny(self.hollow(x))) * self.scale, step, leaf, micro)
 
 
 class OnlyTiny(nn.Module):
