@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from onecurve import faults
-from onecurve.checkpoint.policy import due_by_clock, due_by_step
+from onecurve.checkpoint import due_by_clock, due_by_step
 from onecurve.errors import Stopped
 from onecurve.launch import RankContext
 from onecurve.model import token_loss
