@@ -137,6 +137,8 @@ class Session:
     def evaluate(self) -> float | None:
         """The loss on the held-out part; None if a rank was asked to stop meanwhile. Collective."""
         assert self.held_out is not None
+        self.keep_alive()
+        self.context.place("evaluation")
         return evaluate(self.model, self.held_out, self.mesh, self.keep_alive)
 
     def restore(self, path: Path | None) -> Manifest | None:
