@@ -100,9 +100,23 @@ def verify(
     config: ConfigArg,
     set_: SetOption = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="A few combinations instead of all.")] = False,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the proof goes.")] = Path("verify.json"),
 ) -> int:
     """Prove on this config that every layout gives the same bits."""
-    raise _not_built("verify")
+    from onecurve.config import load_config
+    from onecurve.report.console import Stages
+
+    loaded = load_config(config, set_)
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: no such folder {out.parent}; make it, or give another file")
+    from onecurve.train.records import write_json
+    from onecurve.verify import controls, prove
+
+    with Stages("layouts") as stages:
+        proof = prove(loaded, quick=quick, control=controls.from_environment(), progress=stages.update)
+    write_json(out, proof.to_json())
+    _print(proof.lines())
+    return 0 if proof.same else CheckFailed.exit_code
 
 
 @app.command()
@@ -175,7 +189,15 @@ def sample(
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="The same seed gives the same text.")] = 0,
 ) -> int:
     """Write text from the newest whole checkpoint."""
-    raise _not_built("sample")
+    from onecurve.sample import sample as sample_run
+
+    pieces = sample_run(
+        run, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, say=_complain
+    )
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    return 0
 
 
 @app.command()

@@ -81,8 +81,13 @@ class SharedMemory:
         return wait
 
     def share(self, payload: bytes) -> list[bytes]:
-        number = self._send(SHARE, payload)
-        return [payload if r == self.rank else self._receive(r, number, SHARE) for r in range(self.size)]
+        found = [bytearray() for _ in range(self.size)]
+        for part in range(0, max(len(payload), 1), LARGEST - HEADER.size):
+            piece = payload[part : part + LARGEST - HEADER.size]
+            number = self._send(SHARE, piece)
+            for r in range(self.size):
+                found[r] += piece if r == self.rank else self._receive(r, number, SHARE)
+        return [bytes(f) for f in found]
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -159,7 +164,7 @@ class SharedMemory:
 
     def _lost(self, peer: int, what: str, error: OSError) -> PeerLost:
         timed_out = isinstance(error, BlockingIOError)
-        return PeerLost(f"rank {self.rank} {what}" + (f" for {self._limit:.0f} s" if timed_out else f": {error}"))
+        return PeerLost(f"rank {self.rank} {what}" + (f" for {self._limit:g} s" if timed_out else f": {error}"))
 
     def _connect(self, share_any: Callable[[bytes], list[bytes]]) -> dict[int, socket.socket]:
         """One socket to each peer: every rank listens under an abstract name and calls those before it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,9 +22,10 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, left: Ite
     return lines
 
 
-def printable(text: str) -> str:
-    """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes,
+    except those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def human_bytes(count: float) -> str:
@@ -88,6 +90,36 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Stages:
+    """Progress of work that is a list of named parts: one line, drawn again, on a terminal; a line per part off one."""
+
+    def __init__(self, what: str, stream: TextIO | None = None) -> None:
+        self._what, self._begun = what, time.monotonic()
+        self.stream = sys.stderr if stream is None else stream
+        self._drawn = False
+
+    def update(self, done: int, total: int, text: str) -> None:
+        """`done` of `total` parts are; `text` is the next one's name, empty at the end."""
+        left = (time.monotonic() - self._begun) / max(1, done) * (total - done)
+        counted = f"{done}/{total} {self._what}" + (f", {human_seconds(left)} left" if done else "")
+        if self.stream.isatty():
+            columns = shutil.get_terminal_size().columns
+            self.stream.write("\r\x1b[K" + f"{counted}: {text}"[: columns - 1] if text else "\r\x1b[K")
+            self._drawn = bool(text)
+        elif text:
+            self.stream.write(f"{counted}: {text}\n")
+        self.stream.flush()
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._drawn:
+            self.stream.write("\n")
 
 
 class ByteProgress:

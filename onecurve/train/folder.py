@@ -10,6 +10,7 @@ from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
 from onecurve.config import Config, config_to_toml, load_config, resume_config
 from onecurve.curve import curve_id
+from onecurve.data.text import keep_description
 from onecurve.errors import InputError
 from onecurve.report.plan import parameters
 from onecurve.train.order import Order
@@ -47,6 +48,9 @@ def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
             say(f"{folder} is finished: all {steps} steps are done")
             return None
     preflight(plan, ranks_here)
+    corpus = new_loader(plan.config).corpus
+    if corpus.folder is not None and not (folder / "run.json").exists():
+        keep_description(corpus.folder, folder / "corpus")
     replace_text(folder / "config.toml", config_to_toml(plan.config))
     say(f"run folder {folder}")
     return plan

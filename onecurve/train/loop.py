@@ -2,12 +2,13 @@
 is due after it (evaluation, checkpoint, stop)."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from onecurve import faults
-from onecurve.checkpoint.policy import due
+from onecurve.checkpoint import due_by_clock, due_by_step
 from onecurve.errors import Stopped
 from onecurve.launch import RankContext
 from onecurve.model import token_loss
@@ -20,9 +21,12 @@ from onecurve.train.start import open_session
 STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
 
 
-def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
-    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON. Raises Stopped where it was
-    asked to stop."""
+Watch = Callable[[Session, dict[str, Any]], None]
+
+
+def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None = None) -> dict[str, Any]:
+    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON; `watch` is shown the session
+    and the row of each step, on every rank. Raises Stopped where it was asked to stop."""
     plan = Plan.from_json(order)
     session = open_session(plan, context)
     while session.step < plan.last_step:
@@ -41,6 +45,8 @@ def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
         if session.memory is None:
             session.measure_memory()
         row = row_of(session, stats, rate, time.perf_counter() - began)
+        if watch is not None:
+            watch(session, row)
         finish_step(session, row, stats.vote)
     session.close()
     session.event("end")
@@ -79,10 +85,9 @@ def rehearsed(logits: Tensor) -> Tensor:
 
 def votes(session: Session) -> int:
     """What this rank asks for: to stop; to save, by rank 0's clock; to wait, for it still writes a save."""
-    minutes = (time.monotonic() - session.saved_at) / 60
-    overdue = due(0, total=-1, every_minutes=session.config.checkpoint.every_minutes, minutes=minutes) == "minutes"
-    wanted = {STOP: session.context.stop_requested, SAVE: session.leader and overdue, WRITING: not session.saver.ready}
-    return sum(vote for vote, is_wanted in wanted.items() if is_wanted)
+    every_minutes = session.config.checkpoint.every_minutes
+    overdue = session.leader and due_by_clock(time.monotonic() - session.saved_at, every_minutes=every_minutes)
+    return STOP * session.context.stop_requested | SAVE * overdue | WRITING * (not session.saver.ready)
 
 
 def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[str, Any]:
@@ -117,8 +122,8 @@ def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
     if evaluated:
         session.write_row(row)
     stopping = bool(vote & STOP) or not evaluated
-    why = due(session.step, total=steps, every_steps=checkpoint.every_steps)
-    if why or vote & SAVE or stopping:
+    due = due_by_step(session.step, total=steps, every_steps=checkpoint.every_steps)
+    if due or vote & SAVE or stopping:
         session.context.place("save")
         session.save(pending_row=None if evaluated else row)
     if stopping and (session.step < steps or not evaluated):

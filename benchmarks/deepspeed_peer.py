@@ -1,0 +1,68 @@
+"""DeepSpeed's ZeRO-1 and 2, where the package is installed (it is not among this project's dependencies).
+
+pip install deepspeed      DS_BUILD_OPS=0 builds nothing in advance; its shared-memory all-reduce for CPUs is
+                           compiled at the first run, which needs a C++ compiler and takes minutes
+"""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import Step, adamw, mean_loss, my_batches
+from benchmarks.workload import REPEAT, Workload
+
+
+def why_missing() -> str | None:
+    """None where DeepSpeed runs here. Call it before the ranks are forked: it builds what they would all build."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return "not installed: pip install deepspeed"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    from deepspeed.comm.torch import build_shm_op
+
+    try:
+        build_shm_op()
+    except (OSError, RuntimeError, ImportError) as error:
+        return f"its shared-memory operation does not build: {str(error).splitlines()[0]}"
+    return None
+
+
+def deepspeed_zero(work: Workload, rank: int, world: int, *, stage: int) -> Step:
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    batches = my_batches(work, rank, world)
+    model = work.model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), **adamw(work)),
+        config={
+            "train_micro_batch_size_per_gpu": work.micro_batch,
+            "gradient_accumulation_steps": len(batches[0]),
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 1 << 30,
+        },
+    )
+
+    def step(data_step: int) -> Tensor:
+        micros = batches[data_step % REPEAT]
+        total = torch.zeros(())
+        for batch in micros:
+            loss = mean_loss(engine, batch)
+            engine.backward(loss)  # divides by the accumulation steps itself
+            engine.step()
+            total += loss.detach() / len(micros)
+        return total
+
+    return step
+
+
+DEEPSPEED: dict[str, Callable[[Workload, int, int], Step]] = {
+    "DeepSpeed ZeRO-1": lambda work, rank, world: deepspeed_zero(work, rank, world, stage=1),
+    "DeepSpeed ZeRO-2": lambda work, rank, world: deepspeed_zero(work, rank, world, stage=2),
+}

@@ -1,0 +1,121 @@
+"""How everything here is measured.
+
+All candidates live in the same processes and take turns in short bursts (A B C  B C A  C A B ...), so that what else
+the machine does falls on all alike. A burst counts as its slowest rank. What is compared are ratios of bursts of the
+same round: their median, and the quartiles as the spread.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from onecurve.launch import RankContext, run_ranks
+from onecurve.report.console import table
+
+Burst = Callable[[], object]  # one run of a candidate's work on this rank
+Seconds = dict[str, list[float]]  # per candidate, one value per round
+
+
+class Spread(NamedTuple):
+    """A median with the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
+
+
+def take_turns(candidates: Mapping[str, Burst], *, rounds: int, warm_up: int, context: RankContext) -> Seconds:
+    """Seconds of each candidate's bursts on this rank, by round; the order moves by one each round. Collective."""
+    names = list(candidates)
+    seconds: Seconds = {name: [] for name in names}
+    for turn in range(-warm_up, rounds):
+        if turn == 0:
+            gc.collect()
+            gc.freeze()  # what the other candidates hold must not slow this one's collections
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            context.progress(turn + warm_up, rounds + warm_up, name)
+            _meet()
+            began = time.perf_counter()
+            candidates[name]()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    gc.unfreeze()
+    return seconds
+
+
+def slowest(by_rank: Sequence[Seconds]) -> Seconds:
+    """Each burst as long as on its slowest rank."""
+    return {name: [max(burst) for burst in zip(*(r[name] for r in by_rank), strict=True)] for name in by_rank[0]}
+
+
+def speed_up(base: Sequence[float], other: Sequence[float]) -> Spread:
+    """How many times as fast as `base` the other is, round by round."""
+    return Spread.of([a / b for a, b in zip(base, other, strict=True)])
+
+
+def on_ranks(worker: Callable[[RankContext], Any], world: int, stall_seconds: float = 300.0) -> list[Any]:
+    """`worker` on `world` local ranks over gloo, one thread each; their results in rank order."""
+    with tempfile.TemporaryDirectory(prefix="onecurve-bench-") as folder:
+        return run_ranks(worker, world, folder=Path(folder), stall_seconds=stall_seconds, progress=_show, group=True)
+
+
+def arguments(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks take."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=style)
+    parser.add_argument("--rounds", type=int, default=rounds, help="measured bursts each (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
+    return parser
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures hold."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "load_before": list(os.getloadavg()),
+    }
+
+
+def report(headers: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    print((f"{title}\n" if title else "") + "\n".join(table(headers, rows)), end="\n\n", flush=True)
+
+
+def write_json(path: Path | None, **figures: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _show(step: int, total: int | None, text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K  round {step + 1} of {total}: {text}", end="\r", file=sys.stderr, flush=True)
