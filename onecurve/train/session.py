@@ -166,6 +166,8 @@ class Session:
             if self.held_out is not None and (loss := self.evaluate()) is None:
                 raise Stopped(f"stopped at step {self.step} of {self.config.train.steps}")
             self.write_row(row | ({"val_loss": loss} if self.held_out is not None else {}))
+            if self.step == self.plan.last_step:
+                self.save()  # nothing else will, and without it the run would never count as finished
         return manifest
 
     def newest(self, at_most: int | None = None) -> Path | None:

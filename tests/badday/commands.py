@@ -67,7 +67,7 @@ def small(folder: Path, steps: int = 20) -> Path:
 
 
 class Command:
-    """A started `onecurve ARGUMENTS`; `armed` is its ONECURVE_FAULTS, `before` runs in the process before the command."""
+    """A started `onecurve ARGUMENTS`; `armed` is its ONECURVE_FAULTS, `before` runs in its process before it."""
 
     def __init__(
         self, *arguments: object, armed: str = "", before: Callable[[], object] | None = None, output: Path

@@ -1,5 +1,7 @@
-"""SIGTERM and SIGINT to a rank, to the command, to its group, in a step, in an evaluation, in a save: all ranks agree on
-a step, save, exit 75 within 10 s and say how to go on; and the resumed run ends with the bits of the undisturbed one."""
+"""SIGTERM and SIGINT to a rank, to the command, to its group; in a step, in an evaluation, in a save.
+
+All ranks agree on a step, save, exit 75 within 10 s and say how to go on; the resumed run ends with the bits of the
+undisturbed one."""
 
 import itertools
 import os

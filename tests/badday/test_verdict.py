@@ -1,5 +1,5 @@
-"""NaN, +inf and a finite spike on one rank only, in a micro-batch that is not the last, on a step that no line tells of:
-one verdict on all ranks, and the weights are those before the bad step."""
+"""NaN, +inf and a finite spike on one rank only, in a micro-batch that is not the last, on a step that no line tells
+of: one verdict on all ranks, and the weights are those before the bad step."""
 
 import json
 
@@ -8,8 +8,8 @@ import pytest
 from onecurve.checkpoint import read_manifest
 from onecurve.launch import run_ranks
 from onecurve.train.loop import train_step
-from onecurve.train.start import open_session
 from onecurve.train.plan import Plan
+from onecurve.train.start import open_session
 
 # On rank 3, in the first micro-batch of its first leaf (it runs four), when 7 updates are done: step 8.
 BAD = {
