@@ -177,6 +177,8 @@ class Session:
         """
         folder = self.saver.folder
         if at_most is not None and self.leader:
+            if self.plan.fence is not None:
+                self.plan.fence.check()  # those of a run that took the folder meanwhile are not ours to remove
             for found in list_steps(folder):
                 if found.step > at_most:
                     remove_checkpoint(found.path)

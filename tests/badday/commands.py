@@ -26,6 +26,7 @@ from onecurve.checkpoint import list_steps, read_manifest
 
 torch.set_num_threads(1)
 PR_SET_CHILD_SUBREAPER = 36
+running: set[int] = set()  # commands that have not ended
 ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 # 8 leaves, so that any width up to 8 can run it; two micro-batches per leaf; everything that the arithmetic knows.
@@ -75,6 +76,7 @@ class Command:
         output.mkdir(parents=True, exist_ok=True)
         self.output, self.began = output, time.monotonic()
         self.pid = os.fork()
+        running.add(self.pid)
         if self.pid == 0:
             code = 70
             try:
@@ -104,12 +106,14 @@ class Command:
         while time.monotonic() < limit:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
+                running.discard(self.pid)
                 self.took = time.monotonic() - self.began
                 assert left_behind() == []
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.005)
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
+        running.discard(self.pid)
         left_behind()
         raise AssertionError(f"no end within {seconds} s; it said: {self.errors[-2000:]}")
 
@@ -143,6 +147,7 @@ def left_behind(seconds: float = 2.0) -> list[int]:
     limit = time.monotonic() + seconds
     while True:
         mine = {pid: state for pid, (parent, state) in processes().items() if parent == os.getpid() and _is_fork(pid)}
+        mine = {pid: state for pid, state in mine.items() if pid not in running}
         for pid, state in mine.items():
             if state == "Z":
                 os.waitpid(pid, os.WNOHANG)
@@ -172,11 +177,12 @@ class Run:
     config: Path
     sets: tuple[str, ...] = ()
     last: Command | None = None
+    output: str = "output"
 
     def start(self, *sets: str, resume: bool = False, flags: tuple[str, ...] = (), **options: Any) -> Command:
         settings = [part for text in (*self.sets, *sets) for part in ("--set", text)]
         more = ("--resume", *flags) if resume else flags
-        output = self.folder.with_name(self.folder.name + ".out")
+        output = self.folder.with_name(f"{self.folder.name}-{self.output}")
         self.last = Command("train", self.config, "--run", self.folder, *settings, *more, output=output, **options)
         return self.last
 
