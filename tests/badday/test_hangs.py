@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.badday.commands import Run
+from tests.badday.commands import Run, processes
 
 STALL = 3.0
 LIMIT = ("limits.stall_seconds=3.0",)
@@ -47,21 +47,21 @@ def test_a_stopped_run_that_wakes_up_cannot_commit(new_run, reference, place):
     The old one wakes in the middle of a save: it must not touch the new one's checkpoints."""
     run = new_run()
     old = run.start(armed=f"stop:rank=0,step=10,place={place}")
-    run.wait_for_row(10)
     ranks = old.ranks(4)
+    while processes()[ranks[0]][1] != "T":
+        time.sleep(0.01)
     for pid in [old.pid, *ranks]:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.2)
     new = Run(run.folder, run.config, output="new")
     assert new.train(resume=True) == 2 and "in use by process" in new.errors  # a stopped run still holds the folder
     (run.folder / "run.lock").unlink()
     assert new.train("layout.dp=2", resume=True) == 0
-    listing = sorted(os.listdir(run.folder / "checkpoints"))
+    listing = sorted((run.folder / "checkpoints").iterdir())
     assert run.result() == reference()
     for pid in [*ranks, old.pid]:
         os.kill(pid, signal.SIGCONT)
     assert old.wait() == 3
-    assert sorted(os.listdir(run.folder / "checkpoints")) == listing
+    assert sorted((run.folder / "checkpoints").iterdir()) == listing
     assert run.result() == reference()
     reason = "taken over by process" if place == "save.rename" else "No such file or directory"  # its temp folder
     assert reason in old.errors
