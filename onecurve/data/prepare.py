@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from onecurve.data.bpe_training import train_bpe
 from onecurve.data.folder import new_folder
 from onecurve.data.sources import Document, collect, examine, reread, show
 from onecurve.data.text import MANIFEST, CorpusManifest, Part, TokenWriter, iterate
@@ -158,7 +159,7 @@ def _train_bpe(
     """Trains the tokenizer and stores it; returns it and the sha256 of its file."""
     total = sum(document.size for document in train)
     meter = _Meter("training the tokenizer", min(total, BPE_TRAINING_BYTES), tell)
-    tokenizer = BpeTokenizer.train(_training_texts(train, meter), vocab)
+    tokenizer = train_bpe(_training_texts(train, meter), vocab)
     made["tokenizer_trained_on_bytes"] = meter.done
     if meter.done < total:
         notes.append(f"the tokenizer was trained on {meter.done} of {total} bytes")
