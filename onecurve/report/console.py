@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -26,6 +27,17 @@ def printable(text: str, keep: str = "") -> str:
     """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes,
     except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def say_on(stream: TextIO, line: str) -> None:
+    """A line for whoever reads it. Where nobody does any more (a closed pipe, a terminal that is gone) the stream goes
+    nowhere from now on: a long run must not end for that, and what matters is in its records."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def human_bytes(count: float) -> str:
@@ -75,7 +87,7 @@ class Progress:
     def say(self, line: str) -> None:
         """A line above the bar."""
         if self._bar is None:
-            print(line, file=self.stream, flush=True)
+            say_on(self.stream, line)
         else:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -20,7 +20,7 @@ from onecurve.launch import RankContext
 from onecurve.model import GPT
 from onecurve.optim import Schedule
 from onecurve.parallel import Mesh, ZeroOptimizer
-from onecurve.report.console import Progress
+from onecurve.report.console import Progress, say_on
 from onecurve.train.evaluate import evaluate
 from onecurve.train.guard import Guard, GuardState, Rollback
 from onecurve.train.memory import RankMemory, aggregate, measure
@@ -65,7 +65,7 @@ class Session:
     def say(self, text: str) -> None:
         """One line on stderr for the person who watches, once per run."""
         if self.leader and not self.plan.quiet:
-            print(f"onecurve: {text}", file=sys.stderr, flush=True)
+            say_on(sys.stderr, f"onecurve: {text}")
 
     def learning_rate(self, step: int) -> float:
         """The rate that update `step` (1-based) uses, a rehearsed fault included."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import DEMO, command, environment, train_here
+from tests.commands import DEMO, command, environment, rows, train_here
 
 LINE = re.compile(r"step \d+/20  loss \d\.\d{4}  [\d,]+ tokens/s  \d+:\d\d left")
 
@@ -48,3 +48,14 @@ def test_on_a_terminal_it_is_a_bar(tmp_path: Path) -> None:
     for part in (r"step \d+/200", r"loss \d\.\d{4}", r"[\d,]+ tokens/s", r"\d+:\d\d left"):
         assert re.search(part, text), (part, text)
     assert not re.search(r"(?m)^step \d+/200  loss", text)
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = command("train", DEMO, "--run", run, "--set", "train.steps=40")
+    with subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        while b"step 2/40" not in process.stderr.readline():
+            assert process.poll() is None
+        process.stderr.close()
+    assert process.returncode == 0 and len(rows(run)) == 40
