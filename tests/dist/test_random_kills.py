@@ -29,9 +29,10 @@ def reference(tmp_path_factory):
     return run, (time.monotonic() - began) / STEPS
 
 
-def layout(rng: random.Random, other_than: tuple[int, int] = (0, 0)) -> tuple[tuple[int, int], list[str]]:
-    while (place := (rng.randint(1, LEAVES), rng.randint(0, 3))) == other_than or other_than[0] == place[0]:
-        pass
+def layout(rng: random.Random, other_than: tuple[int, int] = (-1, -1)) -> tuple[tuple[int, int], list[str]]:
+    """A random (width, stage), neither of which is that of `other_than`, and the settings that make it."""
+    width = rng.choice([w for w in range(1, LEAVES + 1) if w != other_than[0]])
+    place = width, rng.choice([zero for zero in range(4) if zero != other_than[1]])
     transport, background = rng.choice(["auto", "p2p", "alltoall"]), rng.choice(["true", "false"])
     return place, [
         f"layout.dp={place[0]}",
