@@ -201,7 +201,8 @@ class ZeroOptimizer:
         stats = self._agree(gradient, vote, digest(replicas) if replicas else 0)
         if odd := differing(stats.replicas):
             name = name_difference(self.mesh, replicas, odd)
-            raise ReplicasDiffer(f"update {self.updates + 1}: {tell_difference(name, odd, len(stats.replicas))}")
+            told = tell_difference(name, odd, len(stats.replicas))
+            raise ReplicasDiffer(f"{told}, found before update {self.updates + 1}")
         wanted = stats.finite if accept is None else accept(stats)
         if wanted and stats.tokens:
             rate = lr if lr is not None else self.lr(self.updates) if callable(self.lr) else self.lr
