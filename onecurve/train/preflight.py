@@ -35,7 +35,7 @@ def check_disk(folder: Path, config: Config) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{folder}: can't be written; choose another --run or change its permissions")
     one = BYTES_PER_ELEMENT * sum(spec.numel for spec in parameters(config.model))
-    kept = sum(f.stat().st_size for f in (folder / "checkpoints").glob("step-*/rank-*.safetensors"))
+    kept = sum(f.lstat().st_size for f in (folder / "checkpoints").glob("step-*/rank-*.safetensors"))
     copies = config.checkpoint.keep + 1
     needed = one * copies - kept
     free = shutil.disk_usage(folder).free
