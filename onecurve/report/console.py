@@ -123,11 +123,12 @@ class Stages:
 
 
 class ByteProgress:
-    """Progress of work that is counted in bytes: a bar on a terminal, one line per kind of work off one."""
+    """Progress of work that is counted in bytes: a bar on a terminal; off one a line per kind of work, once `quiet`
+    seconds have passed, so that a short command (or one that refuses its input) says what matters and no more."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, quiet: float = 2.0) -> None:
         self.stream = sys.stderr if stream is None else stream
-        self._what, self._drawn = "", 0.0
+        self._what, self._drawn, self._aloud = "", 0.0, time.monotonic() + quiet
         self._bar: Any = None
         if self.stream.isatty():
             self._bar, self._task = _bar(self.stream, 0, 0, steps=False)
@@ -136,8 +137,9 @@ class ByteProgress:
         """`what` is being done; `done` of `total` bytes are."""
         now = time.monotonic()
         if self._bar is None:
-            if what != self._what:
-                print(f"{what}: {human_bytes(total)}", file=self.stream, flush=True)
+            if what == self._what or now < self._aloud:
+                return
+            print(f"{what}: {human_bytes(total)}", file=self.stream, flush=True)
         elif what != self._what or done >= total or now - self._drawn >= 0.1:
             self._drawn = now
             left = f"{human_bytes(done)} of {human_bytes(total)}"

@@ -17,7 +17,7 @@ from onecurve.errors import InputError
 from onecurve.model import token_loss
 from onecurve.report.console import human_bytes
 from onecurve.report.plan import parameters, rank_costs
-from onecurve.train.parts import new_loader, new_model
+from onecurve.train.parts import new_held_out, new_loader, new_model
 from onecurve.train.plan import Plan
 
 BYTES_PER_ELEMENT = 12  # of a checkpoint: fp32 master and two moments
@@ -25,9 +25,10 @@ BYTES_PER_ELEMENT = 12  # of a checkpoint: fp32 master and two moments
 
 def preflight(plan: Plan, ranks_here: int) -> None:
     """Raises InputError where the folder can't be written, the disk can't hold `checkpoint.keep` + 1 checkpoints, the
-    memory can't hold `ranks_here` ranks, or the first micro-batch fails."""
+    memory can't hold `ranks_here` ranks, there is nothing to evaluate on, or the first micro-batch fails."""
     check_disk(plan.folder, plan.config)
     check_memory(plan.config, ranks_here, available_memory())
+    new_held_out(plan.config, full_check=True)
     dry_batch(plan.config)
 
 
