@@ -87,7 +87,8 @@ def dry_batch(config: Config) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # this process may fork ranks, and they could not use a pool that was made here
     try:
-        model, seed = new_model(config), config.train.seed
+        with torch.random.fork_rng(devices=[]):  # torch's layers draw weights before ours replace them
+            model, seed = new_model(config), config.train.seed
         batch = next(iter(new_loader(config).micro_batches(0, [0])))
         loss_sum, tokens = token_loss(model(batch.inputs, (seed, *batch.place)), batch.targets)
         loss_sum.backward()
