@@ -7,7 +7,9 @@ pip install deepspeed      DS_BUILD_OPS=0 builds nothing in advance; its shared-
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 
 import torch
 from torch import Tensor
@@ -25,7 +27,8 @@ def why_missing() -> str | None:
     from deepspeed.comm.torch import build_shm_op
 
     try:
-        build_shm_op()
+        with redirect_stdout(sys.stderr):
+            build_shm_op()
     except (OSError, RuntimeError, ImportError) as error:
         return f"its shared-memory operation does not build: {str(error).splitlines()[0]}"
     return None
@@ -35,19 +38,23 @@ def deepspeed_zero(work: Workload, rank: int, world: int, *, stage: int) -> Step
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # what its launcher sets; with all ranks on one host it takes its shared-memory all-reduce
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
     batches = my_batches(work, rank, world)
     model = work.model()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), **adamw(work)),
-        config={
-            "train_micro_batch_size_per_gpu": work.micro_batch,
-            "gradient_accumulation_steps": len(batches[0]),
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 1 << 30,
-        },
-    )
+    with redirect_stdout(sys.stderr):  # the table has stdout for itself
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), **adamw(work)),
+            config={
+                "train_micro_batch_size_per_gpu": work.micro_batch,
+                "gradient_accumulation_steps": len(batches[0]),
+                "zero_optimization": {"stage": stage},
+                "gradient_clipping": 0.0,  # its default is 1.0
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 1 << 30,
+            },
+        )
 
     def step(data_step: int) -> Tensor:
         micros = batches[data_step % REPEAT]

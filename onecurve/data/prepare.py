@@ -148,7 +148,8 @@ def _examine_all(files: list[Path], tell: Progress) -> tuple[list[Document], int
     documents = [examine(file, meter.add) for file in files]
     whole = [document for document in documents if document.size]
     if not whole:
-        raise InputError(f"all {len(files)} files are empty: there is no text to prepare; name files with text")
+        what = f"{show(files[0])} is" if len(files) == 1 else f"all {len(files)} files are"
+        raise InputError(f"{what} empty: there is no text to prepare; name files with text")
     return whole, len(files) - len(whole)
 
 

@@ -100,6 +100,8 @@ class SharedMemory:
         return [r for r in range(self.size) if r != self.rank]
 
     def _place(self, tensor: Tensor) -> bytes:
+        if tensor.numel() == 0:
+            return PLACE.pack(0, 0)  # it has no address, and nobody reads it
         address = tensor.data_ptr()
         for index, (whole, _, base) in enumerate(self._segments):
             if base <= address < base + whole.numel():
@@ -109,6 +111,8 @@ class SharedMemory:
     def _read(self, peer: int, place: tuple[int, int], start: int, stop: int) -> Tensor:
         """Bytes [start, stop) behind a place in a peer's memory."""
         segment, offset = place
+        if stop == start:
+            return torch.empty(0, dtype=torch.uint8)
         return self._mapped[peer, segment][offset + start : offset + stop]
 
     def _send(self, kind: int, payload: bytes) -> int:

@@ -27,7 +27,7 @@ from onecurve.parallel.contiguous import ContiguousGradients
 from onecurve.parallel.mesh import Mesh
 from onecurve.parallel.norms import local_max, local_squares, norm
 from onecurve.parallel.ownership import OwnedRange, OwnershipTable
-from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference
+from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference, tell_difference
 from onecurve.parallel.strided import StridedGradients
 from onecurve.parallel.tree import contiguous_leaves, tree_sum
 from onecurve.parallel.units import Units, extras, survey
@@ -201,9 +201,7 @@ class ZeroOptimizer:
         stats = self._agree(gradient, vote, digest(replicas) if replicas else 0)
         if odd := differing(stats.replicas):
             name = name_difference(self.mesh, replicas, odd)
-            raise ReplicasDiffer(
-                f"update {self.updates + 1}: rank {', '.join(map(str, odd))} holds another {name} than the other ranks"
-            )
+            raise ReplicasDiffer(f"update {self.updates + 1}: {tell_difference(name, odd, len(stats.replicas))}")
         wanted = stats.finite if accept is None else accept(stats)
         if wanted and stats.tokens:
             rate = lr if lr is not None else self.lr(self.updates) if callable(self.lr) else self.lr

@@ -1,11 +1,13 @@
 """The run folder before the ranks start: which one it is, what it holds, whether that may be resumed."""
 
+import contextlib
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from onecurve.checkpoint import clean_leftovers, latest_checkpoint, list_steps, read_manifest
+from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
 from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
 from onecurve.config import Config, config_to_toml, load_config, resume_config
@@ -34,34 +36,36 @@ def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
 
     Raises InputError, in one line, for what can be known before step 1.
     """
-    folder = plan.folder
-    for note in clean_leftovers(folder / "checkpoints"):
-        say(note)
-    if (folder / "run.json").exists():
-        if not plan.resume:
-            raise InputError(f"{folder} holds a run already; go on with it by --resume, or give another --run")
-        plan = resumed(plan, order.overrides)
+    folder, notes = plan.folder, list[str]()
+    begun = (folder / "run.json").exists()
+    if not plan.resume and (begun or list_steps(folder / "checkpoints")):
+        raise InputError(f"{folder} holds a run already; go on with it by --resume, or give another --run")
+    if begun:
+        plan, notes = resumed(plan, order.overrides)
+    refuse_strangers(plan)
+    notes = [*clean_leftovers(folder / "checkpoints"), *notes]
     steps = plan.config.train.steps
     if plan.resume and (plan.config.checkpoint.mirror or newest_step(folder) >= steps):
         newest = newest_whole(plan)
         if newest is not None and is_end(newest, steps):
+            tell(notes)
             say(f"{folder} is finished: all {steps} steps are done")
             return None
     preflight(plan, ranks_here)
+    tell(notes)  # not before: a refusal is one line
     corpus = new_loader(plan.config).corpus
-    if corpus.folder is not None and not (folder / "run.json").exists():
+    if corpus.folder is not None and not begun:
         keep_description(corpus.folder, folder / "corpus")
     replace_text(folder / "config.toml", config_to_toml(plan.config))
     say(f"run folder {folder}")
     return plan
 
 
-def resumed(plan: Plan, overrides: tuple[str, ...]) -> Plan:
-    """The plan of a run that is there: its own curve, the layout given now. Raises InputError if the data changed."""
+def resumed(plan: Plan, overrides: tuple[str, ...]) -> tuple[Plan, list[str]]:
+    """The plan of a run that is there: its own curve, the layout given now; and what of the config is not applied.
+    Raises InputError if the data changed."""
     stored = load_config(plan.folder / "config.toml")
     config, notes = resume_config(plan.config, stored, overrides)
-    for note in notes:
-        say(note)
     record = read_record(plan.folder)
     fingerprint = new_loader(config).fingerprint
     identity = curve_id(config, fingerprint, record["parent"] or None)
@@ -70,7 +74,15 @@ def resumed(plan: Plan, overrides: tuple[str, ...]) -> Plan:
             f"{plan.folder}: its curve is {record['curve_id'][:8]}, but its config and the corpus as they are now make "
             f"{identity[:8]}; bring the corpus back (fingerprint {record['data_fingerprint'][:16]}), or start a new run"
         )
-    return replace(plan, config=config, curve_id=identity, parent_digest=record["parent"])
+    return replace(plan, config=config, curve_id=identity, parent_digest=record["parent"]), notes
+
+
+def refuse_strangers(plan: Plan) -> None:
+    """Raises ForeignCheckpoint if the folder holds a checkpoint of another curve: this run would come to that step and
+    put its own in the place. What can't be read is left to `latest_checkpoint`, which names it and passes it over."""
+    for found in list_steps(plan.folder / "checkpoints"):
+        with contextlib.suppress(DamagedCheckpoint, NewerCheckpoint):
+            read_manifest(found.path, curve_id=plan.curve_id)
 
 
 def newest_whole(plan: Plan) -> Path | None:
@@ -126,6 +138,11 @@ def find_parent(config: Config, place: str) -> tuple[Path, str]:
 def newest_step(folder: Path) -> int:
     """The newest step that has a checkpoint folder, by name; 0 without any."""
     return max((found.step for found in list_steps(folder / "checkpoints")), default=0)
+
+
+def tell(notes: list[str]) -> None:
+    for note in notes:
+        say(note)
 
 
 def say(text: str) -> None:

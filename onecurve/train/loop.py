@@ -112,10 +112,10 @@ def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[
 def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
     """Evaluate, write the row, save, stop: whatever is due after the step, in this order. Collective."""
     observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.plan.last_step
+    session.context.progress(session.step, steps)
     session.poll(not vote & WRITING)
     evaluated = True
     if session.held_out is not None and (session.step % observe.eval_every == 0 or session.step == steps):
-        session.context.place("evaluation")
         loss = session.evaluate()
         evaluated = loss is not None
         row["val_loss"] = loss

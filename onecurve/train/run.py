@@ -76,7 +76,8 @@ def run_once(plan: Plan, attempt: int) -> None:
     def show(step: int, total: int | None, text: str) -> None:
         loss, _, speed = text.partition(" ")
         if bar is not None and speed:
-            bar.update(step, loss=float(loss), tokens_per_second=float(speed))
+            known = None if loss == "None" else float(loss)  # a step without a token has none
+            bar.update(step, loss=known, tokens_per_second=float(speed))
 
     try:
         run_ranks(

@@ -137,6 +137,8 @@ class Session:
     def evaluate(self) -> float | None:
         """The loss on the held-out part; None if a rank was asked to stop meanwhile. Collective."""
         assert self.held_out is not None
+        self.keep_alive()
+        self.context.place("evaluation")
         return evaluate(self.model, self.held_out, self.mesh, self.keep_alive)
 
     def restore(self, path: Path | None) -> Manifest | None:
@@ -164,6 +166,8 @@ class Session:
             if self.held_out is not None and (loss := self.evaluate()) is None:
                 raise Stopped(f"stopped at step {self.step} of {self.config.train.steps}")
             self.write_row(row | ({"val_loss": loss} if self.held_out is not None else {}))
+            if self.step == self.plan.last_step:
+                self.save()  # nothing else will, and without it the run would never count as finished
         return manifest
 
     def newest(self, at_most: int | None = None) -> Path | None:
@@ -173,6 +177,8 @@ class Session:
         """
         folder = self.saver.folder
         if at_most is not None and self.leader:
+            if self.plan.fence is not None:
+                self.plan.fence.check()  # those of a run that took the folder meanwhile are not ours to remove
             for found in list_steps(folder):
                 if found.step > at_most:
                     remove_checkpoint(found.path)
