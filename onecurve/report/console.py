@@ -71,14 +71,23 @@ class Progress:
         if self.stream.isatty():
             self._bar, self._task = _bar(self.stream, total, start)
 
-    def update(self, step: int, *, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """`step` steps are done. It may go backwards, after a rollback."""
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        tokens_per_second: float | None = None,
+        val_loss: float | None = None,
+    ) -> None:
+        """`step` steps are done. It may go backwards, after a rollback. One with a `val_loss` always has its line."""
         now = time.monotonic()
         speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
-        value = "" if loss is None else f"loss {loss:.4f}"
+        losses = {"loss": loss, "val_loss": val_loss}
+        value = "  ".join(f"{name} {number:.4f}" for name, number in losses.items() if number is not None)
         left = human_seconds((now - self._begun) / max(1, step - self._start) * (self.total - step)) + " left"
         if self._bar is None:
-            if step == self.total or (self.log_every and step % self.log_every == 0):
+            due = step == self.total or val_loss is not None
+            if due or (self.log_every and step % self.log_every == 0):
                 self.say("  ".join(part for part in (f"step {step}/{self.total}", value, speed, left) if part))
         elif step == self.total or now - self._drawn >= 0.1:
             self._drawn = now

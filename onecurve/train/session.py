@@ -47,6 +47,7 @@ class Session:
     metrics: Metrics | None = None
     lines: Progress | None = None  # off a terminal rank 0 prints a line per step; on one the launcher draws a bar
     step: int = 0
+    val_loss: float | None = None  # the last one, for the bar
     saved_at: float = field(default_factory=time.monotonic)
     memory: tuple[int, float] | None = None  # maximum and mean over ranks, once measured
 
@@ -99,8 +100,12 @@ class Session:
         if self.metrics is not None:
             self.metrics.write(row)
         if self.lines is not None:
-            self.lines.update(row["step"], loss=row["loss"], tokens_per_second=row["tokens_per_second"])
-        self.context.progress(self.step, self.config.train.steps, f"{row['loss']} {row['tokens_per_second']}")
+            shown = {name: row.get(name) for name in ("loss", "val_loss", "tokens_per_second")}
+            self.lines.update(row["step"], **shown)
+        self.val_loss = row.get("val_loss", self.val_loss)
+        numbers = (row["loss"], row["tokens_per_second"], self.val_loss)
+        text = " ".join("None" if number is None else f"{number:.6g}" for number in numbers)
+        self.context.progress(self.step, self.config.train.steps, text)
 
     def keep_alive(self) -> bool:
         """A sign of life within a step; whether this rank was asked to stop."""
