@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-1 and 2, where the package is installed (it is not among this project's dependencies).
 
-    pip install deepspeed      DS_BUILD_OPS=0 builds nothing in advance; its shared-memory all-reduce for CPUs is
-                               compiled at the first run, which needs a C++ compiler and takes minutes
+pip install deepspeed      DS_BUILD_OPS=0 builds nothing in advance; its shared-memory all-reduce for CPUs is
+                           compiled at the first run, which needs a C++ compiler and takes minutes
 """
 
 import importlib.util
