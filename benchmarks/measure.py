@@ -75,7 +75,7 @@ def take_turns(candidates: Mapping[str, Burst], *, rounds: int, warm_up: int, co
 
 
 def together(by_rank: Sequence[Sequence[Seconds]], steps: int) -> Turns:
-    """All ranks' turns as one, per step: a burst takes as long as on its slowest rank, and all ranks' processor time."""
+    """All ranks' turns as one, per step: a burst takes as long as on its slowest rank; processor time is summed."""
     return Turns(*(
         {name: [add(burst) / steps for burst in zip(*(own[name] for own in owns), strict=True)] for name in owns[0]}
         for add, owns in zip((max, sum), zip(*by_rank, strict=True), strict=True)
@@ -97,9 +97,7 @@ def arguments(description: str | None, *, rounds: int) -> argparse.ArgumentParse
     """A parser with what all benchmarks take."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=style)
-    parser.add_argument(
-        "--rounds", type=int, default=rounds, help="measured bursts per candidate (default %(default)s)"
-    )
+    parser.add_argument("--rounds", type=int, default=rounds, help="measured bursts each (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
     return parser
 

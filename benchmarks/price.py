@@ -17,7 +17,7 @@ from benchmarks.ours import optimizer_of, step_of
 from benchmarks.workload import WORKLOADS, Workload
 from onecurve.launch import RankContext
 from onecurve.parallel import Mesh, ZeroOptimizer
-from onecurve.parallel.gradients import ContiguousGradients
+from onecurve.parallel.contiguous import ContiguousGradients
 
 TRANSPORTS = ("shm", "p2p", "alltoall")
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

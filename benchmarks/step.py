@@ -68,11 +68,11 @@ def show(
         median = measure.Spread.of(own).median
         apart = max(abs(a - b) / b for a, b in zip(losses[name][:COMPARED], losses[base][:COMPARED], strict=True))
         figures.append({
-            "system": name, "seconds": own, "cpu_seconds": cpu_seconds[name], "milliseconds": 1e3 * median, "tokens_per_second": work.tokens / median,
-            "ratio": measure.speed_up(seconds[base], own),
+            "system": name, "seconds": own, "cpu_seconds": cpu_seconds[name],
+            "milliseconds": 1e3 * median, "tokens_per_second": work.tokens / median,
             "cpu_milliseconds": 1e3 * measure.Spread.of(cpu_seconds[name]).median,
-            "first_loss": losses[name][0],
-            "last_loss": losses[name][COMPARED - 1], "apart": apart,
+            "ratio": measure.speed_up(seconds[base], own),
+            "first_loss": losses[name][0], "last_loss": losses[name][COMPARED - 1], "apart": apart,
         })  # fmt: skip
     measure.report(
         ["system", "ms/step", "CPU ms", "tokens/s", f"x {base} [quartiles]", "loss 1", f"loss {COMPARED}", "apart"],

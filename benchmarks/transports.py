@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import measure
 from onecurve.launch import RankContext
 from onecurve.parallel import Mesh
-from onecurve.parallel.gradients import BLOCK
+from onecurve.parallel.contiguous import BLOCK
 from onecurve.parallel.transports import Transport
 from onecurve.parallel.tree import TreeSum
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -80,7 +82,7 @@ def train(
     loaded = load_config(config, set_)
     from onecurve.train.run import train as train_run
 
-    return train_run(loaded, run, resume, from_, restarts, name=config.stem, overrides=set_) or 0
+    return train_run(loaded, run, resume, from_, restarts, source=config, overrides=set_)
 
 
 @app.command()
@@ -98,9 +100,23 @@ def verify(
     config: ConfigArg,
     set_: SetOption = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="A few combinations instead of all.")] = False,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the proof goes.")] = Path("verify.json"),
 ) -> int:
     """Prove on this config that every layout gives the same bits."""
-    raise _not_built("verify")
+    from onecurve.config import load_config
+    from onecurve.report.console import Stages
+
+    loaded = load_config(config, set_)
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: no such folder {out.parent}; make it, or give another file")
+    from onecurve.train.records import write_json
+    from onecurve.verify import controls, prove
+
+    with Stages("layouts") as stages:
+        proof = prove(loaded, quick=quick, control=controls.from_environment(), progress=stages.update)
+    write_json(out, proof.to_json())
+    _print(proof.lines())
+    return 0 if proof.same else CheckFailed.exit_code
 
 
 @app.command()
@@ -173,7 +189,15 @@ def sample(
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="The same seed gives the same text.")] = 0,
 ) -> int:
     """Write text from the newest whole checkpoint."""
-    raise _not_built("sample")
+    from onecurve.sample import sample as sample_run
+
+    pieces = sample_run(
+        run, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, say=_complain
+    )
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    return 0
 
 
 @app.command()
@@ -193,6 +217,8 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal without our characters is no failure
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)  # where no ranks run there is nothing to save
     try:
         # not click's own main(): it answers a broken pipe with 1 and an interrupt with 130
         command = typer.main.get_command(app)
@@ -224,6 +250,10 @@ def main(arguments: list[str] | None = None) -> int:
         # a mistake of ours, and not exit code 1: that one says that a check was made and failed
         traceback.print_exc()
         return 3
+
+
+def _interrupt(_signum: int, _frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _capstone() -> ModuleType:

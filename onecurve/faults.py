@@ -10,13 +10,17 @@ both cost one comparison.
 
 | action | does |
 |---|---|
-| `kill` | SIGKILL to this process (`signal=TERM` … another signal) |
+| `kill` | SIGKILL to this rank (`signal=TERM` … another signal; `to=parent` to the command, `to=group` to its group) |
 | `stop` | SIGSTOP to this process |
 | `hang` | sleeps for ever |
 | `exit` | `os._exit(code)`, `code=0` by default: leaves without a word |
 | `raise` | raises `InjectedFault` |
 | `io` | raises OSError, `error=ENOSPC` by default, or `EIO` … |
 | `poison` | writes `value=nan` (or inf, -inf, a number) to element `index=0` of the tensor at the place |
+
+Places of a training run: `forward`, `backward`, `exchange`, `evaluation`, `rollback`, `replay`, `save`, inside a save
+`save.begin`, `save.write`, `save.written`, `save.commit`, `save.rename`, and `load.read`. To poison: `logits`, and
+`gradient`, which is that of the logits. `step` counts the updates that are done.
 
 Filters: `rank`, `step`, `place` (each: any where left out; `place=step` is where the loop reports a step); `after=N`
 skips the first N hits in a process; `times=N` fires at most N times in a process (default 1; 0 = every time);
@@ -39,9 +43,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENVIRONMENT = "ONECURVE_FAULTS"
+TARGETS = ("rank", "parent", "group")
 ACTIONS = ("kill", "stop", "hang", "exit", "raise", "io", "poison")
 _INTEGERS = ("rank", "step", "after", "times", "code", "index")
-_OPTIONS = {"kill": ("signal",), "exit": ("code",), "io": ("error",), "poison": ("value", "index")}
+_OPTIONS = {"kill": ("signal", "to"), "exit": ("code",), "io": ("error",), "poison": ("value", "index")}
 _FILTERS = ("rank", "step", "place", "after", "times", "once")
 
 
@@ -65,6 +70,7 @@ class Fault:
     value: float = float("nan")
     index: int = 0
     signal: str = "KILL"
+    to: str = "rank"
     fired: int = 0
 
     def matches(self, place: str, rank: int | None, step: int | None) -> bool:
@@ -110,6 +116,8 @@ def parse(spec: str) -> Fault:
         raise InputError(f"fault {spec!r}: unknown error {fault.error!r}; use a name from errno, such as ENOSPC or EIO")
     if action == "kill" and not hasattr(signal, f"SIG{fault.signal}"):
         raise InputError(f"fault {spec!r}: unknown signal {fault.signal!r}; use a name such as KILL, TERM or SEGV")
+    if fault.to not in TARGETS:
+        raise InputError(f"fault {spec!r}: unknown target {fault.to!r}; allowed: {', '.join(TARGETS)}")
     return fault
 
 
@@ -165,7 +173,11 @@ def poison(tensor: Tensor, place: str, *, rank: int | None = None, step: int | N
 
 def _fire(fault: Fault, where: str) -> None:
     if fault.action == "kill":
-        os.kill(os.getpid(), getattr(signal, f"SIG{fault.signal}"))
+        signum = getattr(signal, f"SIG{fault.signal}")
+        if fault.to == "group":
+            os.killpg(os.getpgid(os.getppid()), signum)
+        else:
+            os.kill(os.getppid() if fault.to == "parent" else os.getpid(), signum)
     elif fault.action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.action == "hang":

@@ -3,11 +3,11 @@
 The format: manifest.py. The commit protocol: store.py."""
 
 from onecurve.checkpoint.background import Checkpointer
-from onecurve.checkpoint.load import latest_checkpoint, load_checkpoint, state_digest
+from onecurve.checkpoint.load import latest_checkpoint, load_checkpoint, state_digest, tensor_digests
 from onecurve.checkpoint.lock import Fence, RunLock
 from onecurve.checkpoint.manifest import Manifest
 from onecurve.checkpoint.mirror import Mirror, fetch_latest
-from onecurve.checkpoint.policy import due
+from onecurve.checkpoint.policy import due_by_clock, due_by_step
 from onecurve.checkpoint.read import read_manifest, read_parameters, verify_checkpoint
 from onecurve.checkpoint.save import save_checkpoint
 from onecurve.checkpoint.store import clean_leftovers, list_steps, remove_checkpoint
@@ -19,7 +19,8 @@ __all__ = [
     "Mirror",
     "RunLock",
     "clean_leftovers",
-    "due",
+    "due_by_clock",
+    "due_by_step",
     "fetch_latest",
     "latest_checkpoint",
     "list_steps",
@@ -29,5 +30,6 @@ __all__ = [
     "remove_checkpoint",
     "save_checkpoint",
     "state_digest",
+    "tensor_digests",
     "verify_checkpoint",
 ]

@@ -1,20 +1,25 @@
 """Saves of one run, in the foreground or behind the training: one `Checkpointer` per rank.
 
-A background save costs the training a copy of the state. A thread hashes and writes that copy; it takes part in no
-collective, for two threads of a rank would enter them in different orders on different ranks. Instead the ranks vote at
-each step (`poll`) and, once all threads are done, commit together on their main threads. At most one save is in flight.
-What went wrong behind is raised by the next call, on all ranks alike.
+A background save costs the training a copy of the state. A thread hashes and writes that copy, and later, on rank 0,
+another one commits; they take part in no collective, for two threads of a rank would enter them in different orders on
+different ranks. Instead the ranks vote at each step (`poll`), and once all threads are done the main threads share what
+they have to tell:
+
+    save: begin, copy | thread: write | poll: gather | thread on rank 0: commit, retention | poll: conclude
+
+At most one save is in flight. What went wrong behind is raised by the next call, on all ranks alike.
 """
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onecurve.checkpoint.agree import agree
-from onecurve.checkpoint.errors import SaveFailed
+from onecurve.checkpoint.agree import Shares, agree, attempt
+from onecurve.checkpoint.errors import save_error
 from onecurve.checkpoint.holdings import Saveable
 from onecurve.checkpoint.lock import Fence
 from onecurve.checkpoint.manifest import Manifest
@@ -45,9 +50,11 @@ class Checkpointer:
         if keep < MIN_KEEP:
             raise InputError(f"checkpoint.keep = {keep}: at least {MIN_KEEP}")
         self.folder, self.optimizer, self.background, self.keep = folder, optimizer, background, keep
+        self.mesh: Shares = optimizer.mesh
         self.fence, self.mirror = fence, mirror
         self._scratch: list[np.ndarray] = []
         self._pending: PendingSave | None = None
+        self._gathered = False
         self._protect: int | None = None
         self._done = threading.Event()
         self._notes: list[str] = []
@@ -59,7 +66,7 @@ class Checkpointer:
 
     @property
     def ready(self) -> bool:
-        """Whether this rank has nothing left to write. For callers that let the vote ride on an exchange of their own:
+        """Whether this rank has nothing to wait for. For callers that let the vote ride on an exchange of their own:
         once all ranks are ready, `poll(True)`."""
         return self._pending is None or self._done.is_set()
 
@@ -82,26 +89,25 @@ class Checkpointer:
             background=self.background,
             scratch=self._scratch,
         )
-        self._pending = pending
-        self._done.clear()
-        if self.background:
-            threading.Thread(target=self._run, args=(pending.write,), name=step_name(step), daemon=True).start()
-            return committed
-        self._run(pending.write)
-        return committed + self._commit()
+        self._pending, self._gathered = pending, False
+        self._behind(pending.write)
+        return committed if self.background else committed + self.drain()
 
     def poll(self, all_ready: bool | None = None) -> list[Manifest]:
-        """Collective, once per step: commit the save in flight if all ranks have written theirs. `all_ready`: the
-        verdict, the same on all ranks, of a vote that was held already. No exchange where nothing is in flight."""
+        """Collective, once per step: take the save in flight on if all ranks are ready. `all_ready`: the verdict, the
+        same on all ranks, of a vote that was held already. No exchange where nothing is in flight."""
         if self._pending is None:
             return []
         if all_ready is None:
-            all_ready = all(message["ready"] for message, _ in agree(self.optimizer.mesh, {"ready": self.ready}))
-        return self._commit() if all_ready else []
+            all_ready = all(message["ready"] for message, _ in agree(self.mesh, {"ready": self.ready}))
+        return self._advance() if all_ready else []
 
     def drain(self) -> list[Manifest]:
         """Collective: wait for the save in flight and commit it."""
-        return self._commit() if self._pending is not None else []
+        committed: list[Manifest] = []
+        while self._pending is not None:
+            committed += self._advance()
+        return committed
 
     def close(self) -> list[Manifest]:
         """Collective: `drain`, and wait for the mirror."""
@@ -115,23 +121,40 @@ class Checkpointer:
         notes, self._notes = self._notes, []
         return notes + (self.mirror.take_notes() if self.mirror is not None else [])
 
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        finally:
-            self._done.set()
+    def _behind(self, work: Callable[[], None]) -> None:
+        """Run `work` on a thread, or here and now in the foreground; `_done` tells the end."""
+        self._done.clear()
 
-    def _commit(self) -> list[Manifest]:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            raise SaveFailed("no save is in flight")
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._done.set()
+
+        if self.background:
+            threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        else:
+            run()
+
+    def _advance(self) -> list[Manifest]:
+        """Collective: wait for this rank's thread, then take the save in flight one phase on."""
+        pending, self._pending = self._pending, None  # an error ends it
+        assert pending is not None
         self._done.wait()
-        return [pending.finish(self._after_commit)]
+        if self._gathered:
+            return [pending.conclude()]
+        pending.gather()
+        self._pending, self._gathered = pending, True
+        if self.mesh.rank == 0:
+            self._behind(lambda: pending.commit(self._after_commit))
+        return []
 
     def _after_commit(self, manifest: Manifest) -> None:
-        """On rank 0, with the checkpoint in place: nothing here may stop the run."""
+        """On rank 0, behind the training, with the checkpoint in place: nothing here may stop the run."""
         spare: set[int] = set()
         if self.mirror is not None:
             self.mirror.submit(self.folder / step_name(manifest.step))
             spare = self.mirror.waiting
-        self._notes += apply_retention(self.folder, manifest, self.keep, protect=self._protect, spare=spare)
+        retain = partial(apply_retention, self.folder, manifest, self.keep, protect=self._protect, spare=spare)
+        notes, error = attempt(retain, partial(save_error, 0, f"can't remove old checkpoints in {self.folder}"))
+        self._notes += [str(error)] if notes is None else notes

@@ -113,6 +113,11 @@ def digest_part(slots: Sequence[Slot], ranges: Iterable[Range], buffers: Sequenc
 
 def combine(slots: Sequence[Slot], parts: Iterable[Part]) -> str:
     """The root, in hex, from everybody's parts. Raises DamagedCheckpoint where they leave a hole."""
+    return hashlib.sha256(b"".join(nodes(slots, parts).values())).hexdigest()
+
+
+def nodes(slots: Sequence[Slot], parts: Iterable[Part]) -> dict[tuple[str, str, int], bytes]:
+    """The digest of each (kind, parameter, slice), in canonical order. Raises DamagedCheckpoint as `combine` does."""
     leaves: dict[tuple[int, int, int], bytes] = {}
     cut: dict[tuple[int, int, int], list[tuple[int, bytes]]] = {}
     for part in parts:
@@ -124,7 +129,7 @@ def combine(slots: Sequence[Slot], parts: Iterable[Part]) -> str:
         data = b"".join(piece for _, piece in pieces)
         if len(data) == 4 * min(CHUNK, slots[slot].numel - chunk * CHUNK):
             leaves[kind, slot, chunk] = hashlib.sha256(data).digest()
-    root = hashlib.sha256()
+    found: dict[tuple[str, str, int], bytes] = {}
     for kind, kind_name in enumerate(KINDS):
         for index, (name, part_of, numel) in enumerate(slots):
             node = hashlib.sha256(canonical_json([kind_name, name, part_of, numel]))
@@ -133,5 +138,5 @@ def combine(slots: Sequence[Slot], parts: Iterable[Part]) -> str:
                 if leaf is None:
                     raise DamagedCheckpoint(f"{kind_name} of {name}, slice {part_of}: nobody holds chunk {chunk}")
                 node.update(leaf)
-            root.update(node.digest())
-    return root.hexdigest()
+            found[kind_name, name, part_of] = node.digest()
+    return found

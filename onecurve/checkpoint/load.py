@@ -17,7 +17,7 @@ import torch
 
 from onecurve import faults
 from onecurve.checkpoint.agree import Alone, Shares, agree, attempt
-from onecurve.checkpoint.digest import Part, combine, digest_part, slots_of
+from onecurve.checkpoint.digest import Part, combine, digest_part, nodes, slots_of
 from onecurve.checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from onecurve.checkpoint.holdings import Saveable, owned_places
 from onecurve.checkpoint.manifest import KINDS, FileEntry, Manifest, parse_manifest
@@ -29,10 +29,18 @@ from onecurve.checkpoint.store import list_steps
 
 def state_digest(optimizer: Saveable) -> str:
     """Collective: the digest of the optimizer's masters and moments, in hex, the same on every rank and layout."""
+    return combine(slots_of(optimizer.table.parameters), _all_parts(optimizer))
+
+
+def tensor_digests(optimizer: Saveable) -> dict[tuple[str, str, int], bytes]:
+    """Collective: as `state_digest`, one digest for each (kind, parameter, slice)."""
+    return nodes(slots_of(optimizer.table.parameters), _all_parts(optimizer))
+
+
+def _all_parts(optimizer: Saveable) -> list[Part]:
     part, error = attempt(partial(_own_part, optimizer), partial(_load_error, optimizer.mesh.rank, "the state digest"))
     header, blob = part.pack() if part is not None else ({}, b"")
-    told = agree(optimizer.mesh, header, blob, error)
-    return combine(slots_of(optimizer.table.parameters), [Part.unpack(*message) for message in told])
+    return [Part.unpack(*message) for message in agree(optimizer.mesh, header, blob, error)]
 
 
 def load_checkpoint(path: Path, optimizer: Saveable, *, curve_id: str | None = None) -> Manifest:

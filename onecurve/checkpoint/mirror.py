@@ -107,9 +107,11 @@ class Remote:
                 self.fs.rm_file(self.path(name, MANIFEST_HASH))
             self.fs.rm(self.path(name), recursive=True)
 
-    def fetch(self, name: str, folder: Path, curve_id: str | None = None) -> Path:
+    def fetch(self, name: str, folder: Path, curve_id: str | None = None, finite: bool = False) -> Path:
         """Bring one checkpoint into the local `folder`, verified and committed."""
         manifest, data = self.manifest(name, curve_id)
+        if finite and not manifest.finite:
+            raise DamagedCheckpoint(f"{self.shown}/{name}: holds values that are not finite")
         expected = layouts(manifest)
         temp = store.open_temp(folder, manifest.step)
         try:
@@ -206,16 +208,21 @@ class Mirror:
             remote.drop(store.step_name(step))
 
 
-def fetch_latest(url: str, folder: Path, *, curve_id: str | None = None) -> tuple[Path | None, list[str]]:
+def fetch_latest(
+    url: str, folder: Path, *, curve_id: str | None = None, finite: bool = False
+) -> tuple[Path | None, list[str]]:
     """Bring the newest whole checkpoint from the mirror into the local `folder`, in one process: its path there or
-    None, and why newer ones were passed over. Raises MirrorFailed where the mirror can't be read at all."""
+    None, and why newer ones were passed over. With `curve_id` those of other curves are passed over, with `finite`
+    those that hold a value that is not. Raises MirrorFailed where the mirror can't be read at all."""
     remote = Remote(url)
     reasons: list[str] = []
     names, error = attempt(remote.steps, partial(_mirror_error, remote.shown, "its listing"))
     if error is not None:
         raise error
     for name in names or ():
-        path, error = attempt(partial(remote.fetch, name, folder, curve_id), partial(_mirror_error, remote.shown, name))
+        path, error = attempt(
+            partial(remote.fetch, name, folder, curve_id, finite), partial(_mirror_error, remote.shown, name)
+        )
         if path is not None:
             return path, reasons
         reasons.append(f"mirror: {error}")

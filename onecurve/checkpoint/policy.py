@@ -15,18 +15,15 @@ from onecurve.errors import InputError
 MIN_KEEP = 2
 
 
-def due(step: int, *, total: int, every_steps: int = 0, every_minutes: float = 0.0, minutes: float = 0.0) -> str | None:
-    """Why a checkpoint is due after `step` (1-based) of `total`: "last", "steps", "minutes", or None.
+def due_by_step(step: int, *, total: int, every_steps: int) -> bool:
+    """Whether a checkpoint is due after `step` (1-based) of `total`; the last step always is. `every_steps` 0 = off."""
+    return step == total or (every_steps > 0 and step % every_steps == 0)
 
-    `minutes` have passed since the last save by *one* rank's clock: clocks differ, so that rank decides for all.
-    """
-    if step == total:
-        return "last"
-    if every_steps and step % every_steps == 0:
-        return "steps"
-    if every_minutes and minutes >= every_minutes:
-        return "minutes"
-    return None
+
+def due_by_clock(seconds: float, *, every_minutes: float) -> bool:
+    """Whether one is due `seconds` after the last, by *one* rank's clock: clocks differ, so that rank decides for all.
+    `every_minutes` 0 = off."""
+    return 0.0 < every_minutes <= seconds / 60
 
 
 class Candidate(NamedTuple):

@@ -1,11 +1,16 @@
 """Saving: every rank writes the ranges it owns, rank 0 commits.
 
-    begin    rank 0 makes the temp folder            -> share 1: its name, and which rank knows which extras
-    write    each rank: its file, sha256, digest leaves; no collective, so it may run on another thread
-    finish   sizes, hashes, leaves, cut chunks       -> share 2: the manifest on rank 0, commit
-                                                     -> share 3: the manifest's bytes, to all
+    begin      collective   rank 0 makes the temp folder; share its name, and which rank knows which extras
+    write      each rank    its file, sha256, digest leaves
+    gather     collective   share sizes, hashes, leaves, cut chunks
+    commit     rank 0       the manifest, fsync, rename: see store.py
+    conclude   collective   share the manifest's bytes
 
-Every share also carries errors (see agree.py): all ranks raise the same one, and rank 0 removes the temp folder.
+`write` and `commit` take part in no collective, so they may run on another thread. Every
+share also carries errors (see agree.py): all ranks raise the same one, and rank 0 removes the temp folder.
+
+Places for injected faults (onecurve/faults.py): save.begin, save.write, save.written on each rank; save.commit and
+save.rename on rank 0.
 """
 
 import hashlib
@@ -53,11 +58,10 @@ class Written(NamedTuple):
 
 
 class PendingSave:
-    """One save between its collective beginning and its collective end.
+    """One save; its phases are called in the order above.
 
     With `background` the state is copied first, into `scratch` (12 bytes per owned element, used again by the next
-    save), and `write` may run on another thread while the optimizer goes on; without, `write` reads the live tensors.
-    `__init__` and `finish` are collective; `write` is not.
+    save), so that the optimizer may go on meanwhile; without, `write` reads the live tensors.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class PendingSave:
         self.ranges: list[OwnedPart] = []
         self._buffers: list[np.ndarray] = []
         self._written: Written | None = None
+        self._told: list[Message] = []
+        self._manifest: Manifest | None = None  # on rank 0, once committed
 
         own = optimizer.extras()
         temp, error = attempt(self._open, partial(save_error, self.rank, f"can't begin a save in {folder}"))
@@ -112,7 +118,7 @@ class PendingSave:
             self.extras = {name: t.detach().contiguous() for name, t in self.extras.items()}
 
     def write(self) -> None:
-        """Write and hash this rank's file. Never raises an Exception: `finish` shares what went wrong."""
+        """Write and hash this rank's file. Never raises an Exception: `gather` shares what went wrong."""
         if self._error is None:
             to_error = partial(save_error, self.rank, f"can't write {self._temp / self.file_name}")
             self._written, self._error = attempt(self._write, to_error)
@@ -152,11 +158,8 @@ class PendingSave:
         sha256 = hashlib.sha256(raw(t) if t.numel() else b"").hexdigest()
         return ExtraEntry(name=name, shape=list(t.shape), dtype=dtype_name(t), file=self.file_name, sha256=sha256)
 
-    def finish(self, after_commit: Callable[[Manifest], None] | None = None) -> Manifest:
-        """Collective. Gather, commit on rank 0, and return the manifest on all ranks; or raise the same error on all.
-
-        `after_commit` runs on rank 0 once the checkpoint is in place.
-        """
+    def gather(self) -> None:
+        """Collective: what all ranks wrote, or the same error on all."""
         header: dict[str, Any] = {}
         blob = b""
         if self._written is not None:
@@ -165,23 +168,33 @@ class PendingSave:
             header["extras"] = [extra.model_dump() for extra in self._written.extras]
             header["finite"] = self._written.finite
         elif self._error is None:
-            self._error = SaveFailed(f"rank {self.rank}: finished before it was written")
+            self._error = SaveFailed(f"rank {self.rank}: gathered before it was written")
         try:
-            told = agree(self.mesh, header, blob, self._error)
-            to_error = partial(save_error, self.rank, f"can't commit step {self.step} in {self.folder}")
-            data, error = attempt(partial(self._commit, told), to_error)
-            committed = agree(self.mesh, {}, data or b"", error)[0][1]
+            self._told = agree(self.mesh, header, blob, self._error)
         except CheckpointError as error:
             self._discard(error, self._temp)
             raise
-        manifest = Manifest.model_validate_json(committed)
-        if after_commit is not None and self.rank == 0:
-            after_commit(manifest)
-        return manifest
 
-    def _commit(self, told: list[Message]) -> bytes:
-        if self.rank != 0:
-            return b""
+    def commit(self, after_commit: Callable[[Manifest], None] | None = None) -> None:
+        """On rank 0: manifest and commit, then `after_commit`. Never raises an Exception: `conclude` shares it."""
+        if self.rank == 0:
+            to_error = partial(save_error, 0, f"can't commit step {self.step} in {self.folder}")
+            self._manifest, self._error = attempt(self._commit, to_error)
+            if after_commit is not None and self._manifest is not None:
+                after_commit(self._manifest)
+
+    def conclude(self) -> Manifest:
+        """Collective: the manifest of the checkpoint that is now in place, or the same error on all ranks."""
+        try:
+            data = self._manifest.to_bytes() if self._manifest is not None else b""
+            told = agree(self.mesh, {}, data, self._error)
+        except CheckpointError as error:
+            self._discard(error, self._temp)
+            raise
+        return Manifest.model_validate_json(told[0][1])
+
+    def _commit(self) -> Manifest:
+        told = self._told
         faults.at("save.commit", rank=self.rank, step=self.step)
         parts = [Part.unpack(header, blob) for header, blob in told]
         tensors = {
@@ -204,9 +217,8 @@ class PendingSave:
             extras=[ExtraEntry(**extra) for header, _ in told for extra in header["extras"]],
             **self.info,
         )
-        data = manifest.to_bytes()
-        store.commit(self.folder, self._temp, self.step, data, self.fence)
-        return data
+        store.commit(self.folder, self._temp, self.step, manifest.to_bytes(), self.fence)
+        return manifest
 
     def _discard(self, error: CheckpointError, temp: Path | None) -> None:
         """Collective. Rank 0 removes the temp folder, for no rank writes into it any more; then all go on to raise."""
@@ -251,4 +263,6 @@ def save_checkpoint(
     """
     save = PendingSave(folder, optimizer, step, info=info, fence=fence)
     save.write()
-    return save.finish(after_commit)
+    save.gather()
+    save.commit(after_commit)
+    return save.conclude()

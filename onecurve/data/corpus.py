@@ -58,9 +58,10 @@ def check_windows(corpus: Corpus, context: int, needed: int) -> None:
     if tokens == 0:
         raise InputError(f"{where}: it is empty (0 tokens); training needs at least {context + 1}: prepare more text")
     if windows == 0:
+        cure = f" or set model.context to at most {tokens - 1}" if tokens > 1 else ""
         raise InputError(
-            f"{where}: its {tokens} tokens are shorter than one window of context + 1 = {context + 1}; "
-            f"prepare more text or set model.context to at most {tokens - 1}"
+            f"{where}: its {tokens} token{'s are' if tokens > 1 else ' is'} shorter than one window of context + 1 = "
+            f"{context + 1}; prepare more text{cure}"
         )
     if windows < needed:
         raise InputError(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from onecurve.data.bpe_training import train_bpe
 from onecurve.data.folder import new_folder
 from onecurve.data.sources import Document, collect, examine, reread, show
 from onecurve.data.text import MANIFEST, CorpusManifest, Part, TokenWriter, iterate
@@ -147,7 +148,8 @@ def _examine_all(files: list[Path], tell: Progress) -> tuple[list[Document], int
     documents = [examine(file, meter.add) for file in files]
     whole = [document for document in documents if document.size]
     if not whole:
-        raise InputError(f"all {len(files)} files are empty: there is no text to prepare; name files with text")
+        what = f"{show(files[0])} is" if len(files) == 1 else f"all {len(files)} files are"
+        raise InputError(f"{what} empty: there is no text to prepare; name files with text")
     return whole, len(files) - len(whole)
 
 
@@ -157,7 +159,7 @@ def _train_bpe(
     """Trains the tokenizer and stores it; returns it and the sha256 of its file."""
     total = sum(document.size for document in train)
     meter = _Meter("training the tokenizer", min(total, BPE_TRAINING_BYTES), tell)
-    tokenizer = BpeTokenizer.train(_training_texts(train, meter), vocab)
+    tokenizer = train_bpe(_training_texts(train, meter), vocab)
     made["tokenizer_trained_on_bytes"] = meter.done
     if meter.done < total:
         notes.append(f"the tokenizer was trained on {meter.done} of {total} bytes")

@@ -165,13 +165,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if manifest.tokenizer == "byte":
         return ByteTokenizer()
     if manifest.tokenizer == "bpe":
-        file = folder / TOKENIZER_FILE
-        if _hash_of(file) != manifest.tokenizer_sha256:
-            raise InputError(f"{show(file)}: it is not the one that the corpus was made with; prepare again")
-        return BpeTokenizer.load(file, manifest.vocab)
+        _tokenizer_bytes(folder, manifest)
+        return BpeTokenizer.load(folder / TOKENIZER_FILE, manifest.vocab)
     raise InputError(
         f"{show(folder)}: its ids were not made from text here, so there is no tokenizer to read them with"
     )
+
+
+def keep_description(folder: Path, to: Path) -> None:
+    """Copies what says how to read a corpus' ids (manifest and tokenizer) into the folder `to`, where `load_tokenizer`
+    finds it when the corpus itself is gone. Raises InputError where the tokenizer isn't the corpus' own."""
+    manifest = read_manifest(folder)
+    to.mkdir(exist_ok=True)
+    if manifest.tokenizer == "bpe":
+        (to / TOKENIZER_FILE).write_bytes(_tokenizer_bytes(folder, manifest))
+    (to / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 
 def _cycle(vocab: int, context: int, seed: int, split: str, step_windows: int) -> Corpus:
@@ -243,11 +251,15 @@ def _parse(stored: dict[str, Any]) -> CorpusManifest | None:
         return None
 
 
-def _hash_of(file: Path) -> str:
+def _tokenizer_bytes(folder: Path, manifest: CorpusManifest) -> bytes:
+    file = folder / TOKENIZER_FILE
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        content = file.read_bytes()
     except OSError as error:
         raise InputError(f"{show(file)}: can't be read ({error.strerror}); prepare again") from error
+    if hashlib.sha256(content).hexdigest() != manifest.tokenizer_sha256:
+        raise InputError(f"{show(file)}: it is not the one that the corpus was made with; prepare again")
+    return content
 
 
 def iterate(tokens: np.ndarray) -> Iterator[np.ndarray]:

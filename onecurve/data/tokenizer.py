@@ -112,12 +112,16 @@ class BpeTokenizer:
 
     @classmethod
     def load(cls, file: Path, vocab: int) -> "BpeTokenizer":
-        from tokenizers import Tokenizer
-
         try:
-            return cls(Tokenizer.from_str(file.read_text("utf-8")), vocab)
+            return cls.parse(file.read_text("utf-8"), vocab)
         except Exception as error:  # the library raises bare Exception on a file that it can't parse
             raise InputError(f"{show(file)}: no tokenizer can be read from it ({error}); prepare again") from error
+
+    @classmethod
+    def parse(cls, content: str, vocab: int) -> "BpeTokenizer":
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_str(content), vocab)
 
     def to_json(self) -> str:
         return self._inner.to_str(pretty=False)

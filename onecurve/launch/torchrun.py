@@ -32,6 +32,11 @@ from onecurve.launch.rank import FAILED_EXIT, LOOPBACK, STACK_SIGNAL, TornDown, 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and all(name in os.environ for name in VARIABLES)
+
+
 class _LoneBoard(Board):
     """A rank's board without a parent: a record of another rank's error in the run folder stands for its mark."""
 

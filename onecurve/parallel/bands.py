@@ -58,7 +58,8 @@ class GradientSpace:
 
 
 class Pool:
-    """Tensors of one shape that are made once and used again."""
+    """Tensors of one shape that are made once and used again. One that was made elsewhere (what a transport received)
+    is let go when it is given: kept, it would stay alive beside the tensors that are counted."""
 
     def __init__(self) -> None:
         self.every: list[Tensor] = []
@@ -66,12 +67,13 @@ class Pool:
 
     def take(self, like: Tensor) -> Tensor:
         if not self._free:
-            self.give(torch.empty_like(like))
-            self.every.append(self._free[-1])
+            self.every.append(torch.empty_like(like))
+            return self.every[-1]
         return self._free.pop()
 
     def give(self, tensor: Tensor) -> None:
-        self._free.append(tensor)
+        if any(tensor is own for own in self.every):
+            self._free.append(tensor)
 
     def reset(self) -> None:
         self._free = list(self.every)

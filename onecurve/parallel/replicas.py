@@ -44,6 +44,14 @@ def name_difference(mesh: Mesh, tensors: Mapping[str, Tensor], ranks: Sequence[i
     return "none (the copies agree now)"
 
 
+def tell_difference(name: str, odd: Sequence[int], size: int) -> str:
+    """Who holds another `name`, of `size` ranks. Where the odd ones are no minority, nobody can say who is wrong."""
+    if 2 * len(odd) < size:
+        return f"rank {', '.join(map(str, odd))} holds another {name} than the other ranks"
+    others = [rank for rank in range(size) if rank not in odd]
+    return f"ranks {', '.join(map(str, others))} and {', '.join(map(str, odd))} hold different {name}"
+
+
 def _raw(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

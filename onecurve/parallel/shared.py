@@ -81,8 +81,13 @@ class SharedMemory:
         return wait
 
     def share(self, payload: bytes) -> list[bytes]:
-        number = self._send(SHARE, payload)
-        return [payload if r == self.rank else self._receive(r, number, SHARE) for r in range(self.size)]
+        found = [bytearray() for _ in range(self.size)]
+        for part in range(0, max(len(payload), 1), LARGEST - HEADER.size):
+            piece = payload[part : part + LARGEST - HEADER.size]
+            number = self._send(SHARE, piece)
+            for r in range(self.size):
+                found[r] += piece if r == self.rank else self._receive(r, number, SHARE)
+        return [bytes(f) for f in found]
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -95,6 +100,8 @@ class SharedMemory:
         return [r for r in range(self.size) if r != self.rank]
 
     def _place(self, tensor: Tensor) -> bytes:
+        if tensor.numel() == 0:
+            return PLACE.pack(0, 0)  # it has no address, and nobody reads it
         address = tensor.data_ptr()
         for index, (whole, _, base) in enumerate(self._segments):
             if base <= address < base + whole.numel():
@@ -104,6 +111,8 @@ class SharedMemory:
     def _read(self, peer: int, place: tuple[int, int], start: int, stop: int) -> Tensor:
         """Bytes [start, stop) behind a place in a peer's memory."""
         segment, offset = place
+        if stop == start:
+            return torch.empty(0, dtype=torch.uint8)
         return self._mapped[peer, segment][offset + start : offset + stop]
 
     def _send(self, kind: int, payload: bytes) -> int:
@@ -159,7 +168,7 @@ class SharedMemory:
 
     def _lost(self, peer: int, what: str, error: OSError) -> PeerLost:
         timed_out = isinstance(error, BlockingIOError)
-        return PeerLost(f"rank {self.rank} {what}" + (f" for {self._limit:.0f} s" if timed_out else f": {error}"))
+        return PeerLost(f"rank {self.rank} {what}" + (f" for {self._limit:g} s" if timed_out else f": {error}"))
 
     def _connect(self, share_any: Callable[[bytes], list[bytes]]) -> dict[int, socket.socket]:
         """One socket to each peer: every rank listens under an abstract name and calls those before it."""

@@ -1,6 +1,6 @@
 """How a model is cut into units, and what the ownership table has to know of its parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,23 +42,28 @@ class Trained:
 
 
 def default_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The model's own `units()` where it has one; else its children, containers (ModuleList, Sequential) opened."""
+    """The model's own `units()` where it has one; else its children, with containers opened."""
     own = getattr(type(model), "units", None)
     if own is not None:
         return list(own(model))
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in model.named_children():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            found += [(f"{name}.{i}", part) for i, part in child.named_children()]
-        else:
-            found.append((name, child))
-    return found
+    return [unit for name, child in model.named_children() for unit in _opened(name, child)]
+
+
+def _opened(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A unit must be called as a module, for that is when it is gathered; containers are not, their parts are."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        for part, child in module.named_children():
+            yield from _opened(f"{name}.{part}", child)
+    elif not isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        yield name, module
 
 
 def survey(model: nn.Module, units: Units | None) -> Trained:
     """Collect the trained parameters of `model`. Raises InputError for one that can't be trained bit for bit."""
     cut = list(units) if units is not None else default_units(model)
     modules = dict(cut)
+    if len(modules) < len(cut):
+        raise InputError(f"units = {', '.join(name for name, _ in cut)}: two have one name")
     second = dict(getattr(model, "tied_uses", {}))
     undecayed: set[str] = getattr(type(model), "undecayed", lambda _: set())(model)
     unit_of: dict[int, str] = {}
@@ -68,7 +73,7 @@ def survey(model: nn.Module, units: Units | None) -> Trained:
             unit_of.setdefault(id(p), unit)
     if any(id(p) not in unit_of for p in model.parameters()):
         modules[ROOT] = model
-        reads[ROOT] = list(model.parameters(recurse=False))
+        reads[ROOT] = [p for p in model.parameters() if id(p) not in unit_of]
 
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad and name not in second}

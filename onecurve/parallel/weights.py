@@ -42,7 +42,7 @@ class SpaceWeights:
             view = self.flat[piece.start - space.start :][: piece.numel].view(p.shape)
             view.copy_(p.detach())
             if self._mixed:
-                p.data = p.data.contiguous()
+                p.data = p.data.clone(memory_format=torch.contiguous_format)  # no one else may share what is freed
                 self._views.append((p.data, view))
             else:
                 p.data = view

@@ -27,7 +27,7 @@ from onecurve.parallel.contiguous import ContiguousGradients
 from onecurve.parallel.mesh import Mesh
 from onecurve.parallel.norms import local_max, local_squares, norm
 from onecurve.parallel.ownership import OwnedRange, OwnershipTable
-from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference
+from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference, tell_difference
 from onecurve.parallel.strided import StridedGradients
 from onecurve.parallel.tree import contiguous_leaves, tree_sum
 from onecurve.parallel.units import Units, extras, survey
@@ -187,7 +187,7 @@ class ZeroOptimizer:
 
         `accept(stats)` decides, on every rank alike, whether the weights change; by default they do if everything is
         finite. A step without a token never changes them. `lr` overrides the rate of this update. `check_replicas`
-        compares the working weights of all ranks (stages 0 to 2; stage 3 has no copies). Raises UsageError if
+        compares what the ranks hold copies of (see `replicas`). Raises UsageError if
         `backward` was not called for every micro-batch, ReplicasDiffer where a rank's weights are not the others'.
         """
         expected = len(self.leaf_ids) * self.accumulate
@@ -201,9 +201,7 @@ class ZeroOptimizer:
         stats = self._agree(gradient, vote, digest(replicas) if replicas else 0)
         if odd := differing(stats.replicas):
             name = name_difference(self.mesh, replicas, odd)
-            raise ReplicasDiffer(
-                f"update {self.updates + 1}: rank {', '.join(map(str, odd))} holds another {name} than the other ranks"
-            )
+            raise ReplicasDiffer(f"update {self.updates + 1}: {tell_difference(name, odd, len(stats.replicas))}")
         wanted = stats.finite if accept is None else accept(stats)
         if wanted and stats.tokens:
             rate = lr if lr is not None else self.lr(self.updates) if callable(self.lr) else self.lr
@@ -213,8 +211,14 @@ class ZeroOptimizer:
         return stats
 
     def replicas(self) -> dict[str, Tensor]:
-        """What must be a bitwise copy on all ranks, by name: the working weights, unless they are sharded."""
-        return {} if self.stage == 3 else {name: p.detach() for name, p in self.trained.parameters.items()}
+        """What must be a bitwise copy on all ranks, by name: the working weights, unless they are sharded; the state,
+        unless it is; frozen parameters and all buffers."""
+        weights = {} if self.stage == 3 else {name: p.detach() for name, p in self.trained.parameters.items()}
+        state: dict[str, Tensor] = {}
+        if self.stage == 0:
+            for kind, vector in (("master", self.master), ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+                state |= {f"{kind} of {r.name}": vector[r.at : r.at + r.length] for r in self.held()}
+        return weights | state | self.extras() | dict(self.model.named_buffers())
 
     def parameter_norm(self) -> float:
         """The norm of all trained parameters (masters), by exact integers. Collective."""
@@ -303,12 +307,13 @@ class ZeroOptimizer:
         self.weights.refresh(self.master)
 
     def _decay_segments(self) -> list[tuple[int, int, bool]]:
-        """Local intervals (start, stop, decays) that cover the whole local vector, each on the 16-element grid."""
+        """Local intervals (start, stop, decays) that cover the whole local vector, each on the 16-element grid; none
+        where this rank holds nothing but padding."""
         starts = [(r.at, decays) for r in self.held() for decays in [self.share.piece_of[r.name].decay]]
         merged: list[list] = []
         for at, decays in starts:
             decays = decays and self.rule.weight_decay > 0.0
             if not merged or merged[-1][1] != decays:
                 merged.append([at if merged else 0, decays])
-        stops = [m[0] for m in merged[1:]] + [self.share.local]
+        stops = [m[0] for m in merged[1:]] + [self.share.local] * bool(merged)
         return [(start, stop, decays) for (start, decays), stop in zip(merged, stops, strict=True)]

@@ -70,7 +70,9 @@ class Comparison:
         lines += [f"note: {note}" for run in (self.a, self.b) for note in run.notes]
         digests = len(self.a.digests.keys() & self.b.digests.keys())
         if self.same:
-            lines.append(f"SAME CURVE  {self.steps} steps and {digests} state digests are equal bit for bit")
+            both = [step for step in self.a.rows.keys() & self.b.rows.keys() if _evaluated(self.a, self.b, step)]
+            what = f"{self.steps} steps, {len(both)} validation losses and {digests} state digests"
+            lines.append(f"SAME CURVE  {what} are equal bit for bit")
         else:
             step = self.first[0].step
             lines.append(f"DIFFERENT  step {step} is the first that differs, {self.steps} steps before it are equal")
@@ -129,14 +131,18 @@ def _differences(step: int, a: Run, b: Run) -> Iterator[Difference]:
     if step in a.rows and step in b.rows:
         for name in VALUES:
             x, y = _value(a.rows[step], name), _value(b.rows[step], name)
-            evaluated = name != "val_loss" or (x is not None and y is not None)  # how often is no part of the curve
-            if evaluated and _bits(x) != _bits(y):
+            if (name != "val_loss" or _evaluated(a, b, step)) and _bits(x) != _bits(y):
                 yield Difference(step, name, x, y)
     elif step in a.rows or step in b.rows:
         x, y = (_value(run.rows.get(step, {}), "loss") for run in (a, b))
         yield Difference(step, "loss", x, y)
     if step in a.digests and step in b.digests and a.digests[step] != b.digests[step]:
         yield Difference(step, "state_digest", a.digests[step], b.digests[step])
+
+
+def _evaluated(a: Run, b: Run, step: int) -> bool:
+    """Both runs have a validation loss of the step: how often a run evaluates is no part of its curve."""
+    return all(_value(run.rows[step], "val_loss") is not None for run in (a, b))
 
 
 def _value(row: dict[str, Any], name: str) -> float | None:

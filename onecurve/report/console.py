@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,9 +22,10 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, left: Ite
     return lines
 
 
-def printable(text: str) -> str:
-    """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes,
+    except those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def human_bytes(count: float) -> str:
@@ -90,12 +92,43 @@ class Progress:
         self.close()
 
 
-class ByteProgress:
-    """Progress of work that is counted in bytes: a bar on a terminal, one line per kind of work off one."""
+class Stages:
+    """Progress of work that is a list of named parts: one line, drawn again, on a terminal; a line per part off one."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, what: str, stream: TextIO | None = None) -> None:
+        self._what, self._begun = what, time.monotonic()
         self.stream = sys.stderr if stream is None else stream
-        self._what, self._drawn = "", 0.0
+        self._drawn = False
+
+    def update(self, done: int, total: int, text: str) -> None:
+        """`done` of `total` parts are; `text` is the next one's name, empty at the end."""
+        left = (time.monotonic() - self._begun) / max(1, done) * (total - done)
+        counted = f"{done}/{total} {self._what}" + (f", {human_seconds(left)} left" if done else "")
+        if self.stream.isatty():
+            columns = shutil.get_terminal_size().columns
+            self.stream.write("\r\x1b[K" + f"{counted}: {text}"[: columns - 1] if text else "\r\x1b[K")
+            self._drawn = bool(text)
+        elif text:
+            self.stream.write(f"{counted}: {text}\n")
+        self.stream.flush()
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._drawn:
+            self.stream.write("\n")
+
+
+class ByteProgress:
+    """Progress of work that is counted in bytes: a bar on a terminal; off one a line per kind of work, once `quiet`
+    seconds have passed, so that a short command (or one that refuses its input) says what matters and no more."""
+
+    def __init__(self, stream: TextIO | None = None, quiet: float = 2.0) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self._what, self._drawn, self._aloud = "", 0.0, time.monotonic() + quiet
         self._bar: Any = None
         if self.stream.isatty():
             self._bar, self._task = _bar(self.stream, 0, 0, steps=False)
@@ -104,8 +137,9 @@ class ByteProgress:
         """`what` is being done; `done` of `total` bytes are."""
         now = time.monotonic()
         if self._bar is None:
-            if what != self._what:
-                print(f"{what}: {human_bytes(total)}", file=self.stream, flush=True)
+            if what == self._what or now < self._aloud:
+                return
+            print(f"{what}: {human_bytes(total)}", file=self.stream, flush=True)
         elif what != self._what or done >= total or now - self._drawn >= 0.1:
             self._drawn = now
             left = f"{human_bytes(done)} of {human_bytes(total)}"

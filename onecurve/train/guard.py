@@ -73,13 +73,15 @@ class Guard:
             return f"loss {stats.loss:.6f} is more than {self.spike_factor:g} x the previous {self.state.last_loss:.6f}"
         return None
 
-    def accept(self, step: int, stats: Stats) -> None:
-        """Step `step` was accepted (or had no token, and changed nothing)."""
+    def accept(self, step: int, stats: Stats) -> bool:
+        """Step `step` was accepted (or had no token, and changed nothing). Whether that ends a row of rollbacks."""
+        recovered = step > self.state.furthest and self.state.rollbacks > 0
         loss = stats.loss if stats.tokens else self.state.last_loss
         if step > self.state.furthest:
             self.state = replace(self.state, last_loss=loss, furthest=step, rollbacks=0)
         else:
             self.state = replace(self.state, last_loss=loss)
+        return recovered
 
     def roll_back(self, step: int, reason: str, fired: tuple[int, ...]) -> Rollback:
         """The consequence of an objection at `step`. `fired`: steps at which a rehearsed fault changes the update.

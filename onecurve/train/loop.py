@@ -2,9 +2,13 @@
 is due after it (evaluation, checkpoint, stop)."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
-from onecurve.checkpoint.policy import due
+from torch import Tensor
+
+from onecurve import faults
+from onecurve.checkpoint import due_by_clock, due_by_step
 from onecurve.errors import Stopped
 from onecurve.launch import RankContext
 from onecurve.model import token_loss
@@ -17,9 +21,12 @@ from onecurve.train.start import open_session
 STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
 
 
-def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
-    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON. Raises Stopped where it was
-    asked to stop."""
+Watch = Callable[[Session, dict[str, Any]], None]
+
+
+def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None = None) -> dict[str, Any]:
+    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON; `watch` is shown the session
+    and the row of each step, on every rank. Raises Stopped where it was asked to stop."""
     plan = Plan.from_json(order)
     session = open_session(plan, context)
     while session.step < plan.last_step:
@@ -30,14 +37,19 @@ def train_rank(order: dict[str, Any], context: RankContext) -> dict[str, Any]:
             session.go_back(session.guard.roll_back(session.step + 1, objection, session.fault_steps))
             continue
         session.step += 1
-        session.guard.accept(session.step, stats)
+        recovered = session.guard.accept(session.step, stats)
+        if recovered:
+            session.say(f"step {session.step}: accepted, loss {stats.loss:.6f}; the rollback is over")
         if not stats.tokens:
             session.event("no_tokens")
         if session.memory is None:
             session.measure_memory()
         row = row_of(session, stats, rate, time.perf_counter() - began)
+        if watch is not None:
+            watch(session, row)
         finish_step(session, row, stats.vote)
     session.close()
+    session.event("end")
     return {"step": session.step, "loss": session.guard.state.last_loss}
 
 
@@ -48,7 +60,7 @@ def train_step(session: Session) -> tuple[Stats, float]:
     context.progress(session.step, session.config.train.steps)
     for batch in session.loader.micro_batches(data_step(step, session.guard.state.skipped), optimizer.leaf_ids):
         context.place("forward")
-        logits = session.model(batch.inputs, (session.config.train.seed, *batch.place))
+        logits = rehearsed(session.model(batch.inputs, (session.config.train.seed, *batch.place)))
         loss_sum, tokens = token_loss(logits, batch.targets)
         context.place("backward")
         optimizer.backward(loss_sum, tokens)
@@ -64,12 +76,18 @@ def train_step(session: Session) -> tuple[Stats, float]:
     return stats, rate
 
 
+def rehearsed(logits: Tensor) -> Tensor:
+    """Where a rehearsal may spoil a micro-batch: its logits, or their gradient. See onecurve/faults.py."""
+    if faults.armed:
+        logits.register_hook(lambda gradient: faults.poison(gradient, "gradient"))
+    return faults.poison(logits, "logits")
+
+
 def votes(session: Session) -> int:
     """What this rank asks for: to stop; to save, by rank 0's clock; to wait, for it still writes a save."""
-    minutes = (time.monotonic() - session.saved_at) / 60
-    overdue = due(0, total=-1, every_minutes=session.config.checkpoint.every_minutes, minutes=minutes) == "minutes"
-    wanted = {STOP: session.context.stop_requested, SAVE: session.leader and overdue, WRITING: not session.saver.ready}
-    return sum(vote for vote, is_wanted in wanted.items() if is_wanted)
+    every_minutes = session.config.checkpoint.every_minutes
+    overdue = session.leader and due_by_clock(time.monotonic() - session.saved_at, every_minutes=every_minutes)
+    return STOP * session.context.stop_requested | SAVE * overdue | WRITING * (not session.saver.ready)
 
 
 def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[str, Any]:
@@ -94,21 +112,20 @@ def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[
 def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
     """Evaluate, write the row, save, stop: whatever is due after the step, in this order. Collective."""
     observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.plan.last_step
-    for manifest in session.saver.poll(not vote & WRITING):
-        session.event("checkpoint", saved=manifest.step)
+    session.context.progress(session.step, steps)
+    session.poll(not vote & WRITING)
     evaluated = True
     if session.held_out is not None and (session.step % observe.eval_every == 0 or session.step == steps):
-        session.context.place("evaluation")
         loss = session.evaluate()
         evaluated = loss is not None
         row["val_loss"] = loss
     if evaluated:
         session.write_row(row)
     stopping = bool(vote & STOP) or not evaluated
-    why = due(session.step, total=steps, every_steps=checkpoint.every_steps)
-    if why or vote & SAVE or stopping:
+    due = due_by_step(session.step, total=steps, every_steps=checkpoint.every_steps)
+    if due or vote & SAVE or stopping:
         session.context.place("save")
         session.save(pending_row=None if evaluated else row)
-    if stopping and session.step < steps:
+    if stopping and (session.step < steps or not evaluated):
         session.close()
         raise Stopped(f"stopped at step {session.step} of {steps}")

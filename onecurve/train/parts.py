@@ -32,12 +32,14 @@ def new_loader(config: Config, *, full_check: bool = False) -> Loader:
     )
 
 
-def new_held_out(config: Config) -> EvaluationSet | None:
-    """The held-out part, or None where nothing is evaluated."""
+def new_held_out(config: Config, *, full_check: bool = False) -> EvaluationSet | None:
+    """The held-out part, or None where nothing is evaluated; `full_check` reads all of it once. Raises InputError."""
     if not config.observe.eval_every:
         return None
     m, t = config.model, config.train
-    corpus = open_corpus(config.data.source, vocab=m.vocab, context=m.context, seed=t.seed, split="val")
+    corpus = open_corpus(
+        config.data.source, vocab=m.vocab, context=m.context, seed=t.seed, split="val", full_check=full_check
+    )
     share = min(1.0, EVALUATION_TOKENS / max(len(corpus.tokens), 1))
     return EvaluationSet(corpus, context=m.context, micro_batch=t.micro_batch, share=share)
 

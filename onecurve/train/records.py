@@ -1,24 +1,51 @@
 """What a run writes down: a row per step, events, and small JSON files. Only rank 0 writes."""
 
+import contextlib
 import json
 import os
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+from onecurve.errors import RunFailed
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 
 
+class RecordFailed(RunFailed):
+    """A record of the run can't be written; its checkpoints are as they were (exit 3)."""
+
+
+@contextlib.contextmanager
+def _recording(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordFailed(f"{path}: can't be written: {error.strerror or error}") from error
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, so that a reader sees the old or the new content, never half of it."""
+    """Replace `path` by `value` as JSON, so that a reader sees the old or the new content, never half of it. Raises
+    RecordFailed."""
+    replace_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
     temp = path.with_name(f".{path.name}.{os.getpid()}")
-    temp.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temp.replace(path)
+    try:
+        with _recording(path):
+            temp.write_text(text, encoding="utf-8")
+            temp.replace(path)
+    except RecordFailed:
+        temp.unlink(missing_ok=True)
+        raise
 
 
 class Metrics:
-    """`metrics.jsonl`: each step once, in order. Rows are flushed to the system one by one."""
+    """`metrics.jsonl`: each step once, in order. Rows are flushed to the system one by one. Raises RecordFailed."""
 
     def __init__(self, folder: Path, keep_through: int) -> None:
         """Open the file, cut after step `keep_through`."""
@@ -30,16 +57,15 @@ class Metrics:
         """Drop the rows past step `keep_through`, and a last line that a kill left torn."""
         if self._file is not None:
             self._file.close()
-        kept = [line for line, step in self._rows() if step <= keep_through]
-        temp = self._path.with_name(f".{METRICS}.{os.getpid()}")
-        temp.write_text("".join(kept), encoding="utf-8")
-        temp.replace(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        replace_text(self._path, "".join(line for line, step in self._rows() if step <= keep_through))
+        with _recording(self._path):
+            self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with _recording(self._path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def _rows(self) -> list[tuple[str, int]]:
         if not self._path.exists():
@@ -54,7 +80,11 @@ class Metrics:
 
 
 def log_event(folder: Path, event: str, step: int, **details: Any) -> None:
-    """Append one line to `events.jsonl`. Appended in one write, so that lines of two processes never mix."""
+    """Append one line to `events.jsonl`, in one write, so that lines of two processes never mix. Where that fails the
+    line goes to stderr instead: an event often tells of an error, and must not hide it behind one of its own."""
     line = json.dumps({"event": event, "step": step, "time": time.time(), **details}) + "\n"
-    with (folder / EVENTS).open("a", encoding="utf-8") as file:
-        file.write(line)
+    try:
+        with (folder / EVENTS).open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        print(f"onecurve: {folder / EVENTS}: {error.strerror or error}; not recorded: {line}", end="", file=sys.stderr)

@@ -1,25 +1,32 @@
-"""`onecurve train` on the launching side: the run folder, what may be resumed, pre-flight, the ranks, the end."""
+"""`onecurve train` on the launching side: prepare the folder, start the ranks, say how it ended.
 
+Under torchrun there is no launching side: rank 0 does its work, and tells the others (`train_under_torchrun`).
+"""
+
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from onecurve.checkpoint import RunLock, clean_leftovers, latest_checkpoint, list_steps, read_manifest
-from onecurve.checkpoint.mirror import fetch_latest
-from onecurve.checkpoint.reshard import check_fits
-from onecurve.config import Config, config_to_toml, load_config, resume_config
-from onecurve.curve import curve_id
-from onecurve.errors import InputError, RunFailed, Stopped
-from onecurve.launch import run_ranks, with_restarts
+import torch
+
+from onecurve.checkpoint import RunLock, clean_leftovers
+from onecurve.config import Config
+from onecurve.errors import InputError, OnecurveError, RunFailed, Stopped
+from onecurve.launch import context_from_torchrun, run_ranks, with_restarts
+from onecurve.launch.blame import clear_records
+from onecurve.launch.torchrun import under_torchrun
+from onecurve.parallel.transports import share_any
 from onecurve.report.console import Progress
-from onecurve.report.plan import parameters
+from onecurve.train.folder import locate, newest_step, prepare, say
 from onecurve.train.loop import train_rank
-from onecurve.train.parts import new_loader
+from onecurve.train.order import Order
 from onecurve.train.plan import Plan
-from onecurve.train.preflight import preflight
 from onecurve.train.records import log_event
 
 
@@ -30,62 +37,47 @@ def train(
     from_: str | None = None,
     restarts: int = 0,
     *,
-    name: str = "run",
+    source: Path = Path("run.toml"),
     overrides: Iterable[str] = (),
 ) -> int:
     """Train `config` in a run folder, to its last step. Returns 0.
 
-    `run`: the folder, by default runs/<name>-<first digits of the curve id>. `resume`: go on from the newest whole
-    checkpoint there. `from_` = "RUN[@STEP]": start a new curve from that state. `restarts`: start again after a
+    `run`: the folder, by default runs/<source's name>-<first digits of the curve id>. `resume`: go on from the newest
+    whole checkpoint there. `from_` = "RUN[@STEP]": start a new curve from that state. `restarts`: start again after a
     failure, so often in a row. `overrides`: the config's --set, which on resume may change the layout's part only.
 
     Raises InputError, RunFailed (with the first rank's real error) and Stopped (its state is saved).
     """
-    overrides = list(overrides)
-    loader = new_loader(config, full_check=True)
-    parent, parent_digest = find_parent(config, from_) if from_ else (None, "")
-    identity = curve_id(config, loader.fingerprint, parent_digest or None)
-    folder = run or Path("runs") / f"{name}-{identity[:8]}"
-    with RunLock(folder) as fence:
-        for note in clean_leftovers(folder / "checkpoints"):
-            say(note)
-        plan = Plan(config, folder, identity, fence, resume, parent, parent_digest)
-        if (folder / "run.json").exists():
-            if not resume:
-                raise InputError(f"{folder} holds a run already; go on with it by --resume, or give another --run")
-            plan = resumed(plan, overrides)
-            if finished(plan):
-                say(f"{folder} is finished: all {plan.config.train.steps} steps are done")
-                return 0
-        preflight(plan)
-        (folder / "config.toml").write_text(config_to_toml(plan.config), encoding="utf-8")
-        say(f"run folder {folder}")
-        again = f"onecurve train {name}.toml --run {folder} --resume"
-        try:
-            with_restarts(
-                lambda attempt: run_once(replace(plan, resume=plan.resume or attempt > 0)),
-                restarts,
-                partial(newest_step, folder),
-                lambda attempt, error: restarted(folder, attempt, restarts, error),
-            )
-        except Stopped as stop:
-            log_event(folder, "signal", newest_step(folder), text=str(stop))
-            raise Stopped(f"{stop}; resume with: {again}") from None
-        except RunFailed as error:
-            log_event(folder, "error", newest_step(folder), text=str(error).splitlines()[0])
-            raise
+    order = Order(config, run, resume, from_, restarts, source, tuple(overrides))
+    if under_torchrun():
+        return train_under_torchrun(order)
+    plan = locate(order, full_check=True)
+    with RunLock(plan.folder) as fence:
+        ready = prepare(order, replace(plan, fence=fence), ranks_here=config.layout.dp)
+        if ready is not None:
+            with ending(order, ready):
+                with_restarts(
+                    partial(run_once, ready),
+                    restarts,
+                    partial(newest_step, ready.folder),
+                    partial(restarted, ready.folder, restarts),
+                )
     return 0
 
 
-def run_once(plan: Plan) -> None:
+def run_once(plan: Plan, attempt: int) -> None:
     """Start the ranks and wait for them. A bar on a terminal; off one, rank 0 prints its own lines."""
+    if attempt:
+        clean_leftovers(plan.folder / "checkpoints")
+        plan = replace(plan, resume=True)
     limits, numerics, steps = plan.config.limits, plan.config.numerics, plan.config.train.steps
     bar = Progress(steps, start=newest_step(plan.folder)) if sys.stderr.isatty() else None
 
     def show(step: int, total: int | None, text: str) -> None:
         loss, _, speed = text.partition(" ")
         if bar is not None and speed:
-            bar.update(step, loss=float(loss), tokens_per_second=float(speed))
+            known = None if loss == "None" else float(loss)  # a step without a token has none
+            bar.update(step, loss=known, tokens_per_second=float(speed))
 
     try:
         run_ranks(
@@ -101,76 +93,76 @@ def run_once(plan: Plan) -> None:
             bar.close()
 
 
-def resumed(plan: Plan, overrides: list[str]) -> Plan:
-    """The plan of a run that is there: its own curve, the layout given now. Raises InputError if the data changed."""
-    stored = load_config(plan.folder / "config.toml")
-    config, notes = resume_config(plan.config, stored, overrides)
-    for note in notes:
-        say(note)
-    record = read_record(plan.folder)
-    fingerprint = new_loader(config).fingerprint
-    identity = curve_id(config, fingerprint, record["parent"] or None)
-    if identity != record["curve_id"]:
-        raise InputError(
-            f"{plan.folder}: its curve is {record['curve_id'][:8]}, but its config and the corpus as they are now make "
-            f"{identity[:8]}; bring the corpus back (fingerprint {record['data_fingerprint'][:16]}), or start a new run"
-        )
-    checkpoints = plan.folder / "checkpoints"
-    if config.checkpoint.mirror and latest_checkpoint(checkpoints, curve_id=identity)[0] is None:
-        path, reasons = fetch_latest(config.checkpoint.mirror, checkpoints, curve_id=identity)
-        for reason in reasons:
-            say(reason)
-        if path is not None:
-            say(f"no whole checkpoint here: fetched {path.name} from the mirror")
-    return replace(plan, config=config, curve_id=identity, parent_digest=record["parent"])
-
-
-def read_record(folder: Path) -> dict[str, str]:
-    try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return {name: str(record[name]) for name in ("curve_id", "parent", "data_fingerprint")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'run.json'} can't be read ({error}); give another --run") from None
-
-
-def finished(plan: Plan) -> bool:
-    path, _ = latest_checkpoint(plan.folder / "checkpoints", curve_id=plan.curve_id)
-    return path is not None and read_manifest(path).step >= plan.config.train.steps
-
-
-def find_parent(config: Config, place: str) -> tuple[Path, str]:
-    """The checkpoint that "RUN[@STEP]" names, and its digest. Raises InputError if this model can't start there."""
-    text, _, step = place.rpartition("@") if "@" in place else (place, "", "")
-    checkpoints = Path(text) / "checkpoints"
-    if step:
-        if not step.isdigit():
-            raise InputError(f"--from {place}: {step!r} is no step; write RUN@STEP with a whole number")
-        path = checkpoints / f"step-{int(step):08d}"
-        if not path.is_dir():
-            there = ", ".join(str(found.step) for found in reversed(list_steps(checkpoints))) or "none"
-            raise InputError(f"--from {place}: no checkpoint of step {step}; steps there: {there}")
-        manifest = read_manifest(path)
-    else:
-        newest, reasons = latest_checkpoint(checkpoints, finite=True)
-        for reason in reasons:
-            say(f"passed over {reason}")
-        if newest is None:
-            raise InputError(f"--from {place}: {text} has no whole checkpoint; give a run folder, or RUN@STEP")
-        path, manifest = newest, read_manifest(newest)
-    check_fits(manifest, parameters(config.model), f"--from {place}")
-    return path, manifest.state_digest
-
-
-def newest_step(folder: Path) -> int:
-    """The newest step that has a checkpoint folder, by name; 0 without any."""
-    return max((found.step for found in list_steps(folder / "checkpoints")), default=0)
-
-
-def restarted(folder: Path, attempt: int, budget: int, error: RunFailed) -> None:
+def restarted(folder: Path, budget: int, attempt: int, error: RunFailed) -> None:
     first_line = str(error).splitlines()[0]
     say(f"{first_line}; starting again ({attempt}, at most {budget} in a row without progress)")
     log_event(folder, "restart", newest_step(folder), attempt=attempt, error=first_line)
 
 
-def say(text: str) -> None:
-    print(f"onecurve: {text}", file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def ending(order: Order, plan: Plan) -> Iterator[None]:
+    """Record a stop or an error of the run, and tell how to go on."""
+    try:
+        yield
+    except Stopped as stop:
+        log_event(plan.folder, "signal", newest_step(plan.folder), text=str(stop))
+        raise Stopped(f"{stop}; resume with: {order.again(plan.folder)}") from None
+    except OnecurveError as error:
+        newest = newest_step(plan.folder)
+        log_event(plan.folder, "error", newest, text=str(error).splitlines()[0])
+        if error.exit_code == RunFailed.exit_code:
+            there = f"the newest checkpoint is that of step {newest}" if newest else "there is no checkpoint yet"
+            error.args = (f"{error}\n{there}; resume with: {order.again(plan.folder)}",)
+        raise
+
+
+def train_under_torchrun(order: Order) -> int:
+    """This rank of a run that torchrun started. Rank 0 holds the lock and prepares; all leave with the same plan or the
+    same error, and it alone prints what concerns all. torchrun's restarts resume."""
+    leader = os.environ["RANK"] == "0"
+    if order.restarts:
+        raise InputError("--restarts: under torchrun its own --max-restarts does the same; leave --restarts out")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        order = replace(order, resume=True)
+    plan = locate(order, full_check=leader)
+    told: dict[str, Any] = {}
+    with contextlib.ExitStack() as held:
+        refusal = None
+        if leader:
+            try:
+                fence = held.enter_context(RunLock(plan.folder))
+                told = prepared_by_leader(order, replace(plan, fence=fence))
+            except OnecurveError as error:
+                refusal, told = error, {"exit_code": error.exit_code}
+        limits, threads = order.config.limits, order.config.numerics.threads
+        with context_from_torchrun(plan.folder, stall_seconds=limits.stall_seconds, threads=threads) as context:
+            told = json.loads(share_any(json.dumps(told).encode(), context.world)[0])
+            if "plan" in told:
+                plan = Plan.from_json(told["plan"])
+                torch.set_num_threads(plan.config.numerics.threads)  # a resumed run keeps its own
+                with ending(order, plan) if leader else quiet_stop():
+                    train_rank(told["plan"], context)
+    if refusal is not None:
+        raise refusal
+    return int(told.get("exit_code", 0))
+
+
+def prepared_by_leader(order: Order, plan: Plan) -> dict[str, Any]:
+    clear_records(plan.folder)
+    here, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    if plan.config.layout.dp != world:
+        ranks = plan.config.layout.dp
+        raise InputError(
+            f"layout.dp = {ranks}, but torchrun started {world} ranks; start {ranks}, or --set layout.dp={world}"
+        )
+    ready = prepare(order, plan, ranks_here=here)
+    return {"plan": ready.to_json()} if ready is not None else {}
+
+
+@contextlib.contextmanager
+def quiet_stop() -> Iterator[None]:
+    """On ranks other than 0: end with the exit code of a stop, without the line that rank 0 prints."""
+    try:
+        yield
+    except Stopped as stop:
+        raise SystemExit(stop.exit_code) from None

@@ -3,12 +3,14 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from onecurve.checkpoint import Manifest, latest_checkpoint, load_checkpoint
 from onecurve.checkpoint.background import Checkpointer
+from onecurve.checkpoint.errors import NotWritable, SaveFailed
 from onecurve.checkpoint.store import list_steps, remove_checkpoint
 from onecurve.config import Config
 from onecurve.data.evaluation import EvaluationSet
@@ -56,9 +58,9 @@ class Session:
     def leader(self) -> bool:
         return self.mesh.rank == 0
 
-    def event(self, name: str, **details: Any) -> None:
+    def event(self, name: str, *, step: int | None = None, **details: Any) -> None:
         if self.leader:
-            log_event(self.plan.folder, name, self.step, **details)
+            log_event(self.plan.folder, name, self.step if step is None else step, **details)
 
     def say(self, text: str) -> None:
         """One line on stderr for the person who watches, once per run."""
@@ -71,6 +73,8 @@ class Session:
         rate = self.schedule(step - 1)
         if fault is not None and fault.step == step and step not in self.guard.state.spent:
             rate *= fault.factor
+            self.say(f"step {step}: the rehearsed fault multiplies the learning rate by {fault.factor:g}")
+            self.event("fault", step=step, factor=fault.factor)
         return rate
 
     @property
@@ -105,23 +109,36 @@ class Session:
 
     def save(self, pending_row: dict[str, Any] | None = None) -> None:
         """Save the state after `step`; in the background, if the config says so. Collective."""
-        keep_for_rollback = self.step - 2
-        for manifest in self.saver.save(self.step, self.info(pending_row), protect=max(keep_for_rollback, 0)):
-            self.event("checkpoint", saved=manifest.step)
+        old_enough = max(self.step - 2, 0)  # for a rollback from the next step
+        self._note_saves(lambda: self.saver.save(self.step, self.info(pending_row), protect=old_enough))
         self.saved_at = time.monotonic()
+
+    def poll(self, all_ready: bool) -> None:
+        """Commit what was written behind the training, once all ranks have written theirs. Collective."""
+        self._note_saves(lambda: self.saver.poll(all_ready))
 
     def close(self) -> None:
         """Wait for what is still being written. Collective."""
-        for manifest in self.saver.close():
+        self._note_saves(self.saver.close)
+
+    def _note_saves(self, work: Callable[[], list[Manifest]]) -> None:
+        """Do it, and record what came of it. A save that failed ends the run, in this call or a later one: a run that
+        can't save promises work that it can't keep."""
+        try:
+            committed = work()
+        except NotWritable as error:  # bad input before the first step; now it is a failure
+            raise SaveFailed(str(error)) from error
+        for manifest in committed:
             self.event("checkpoint", saved=manifest.step)
         for note in self.saver.take_notes():
             self.say(note)
             self.event("note", text=note)
-        self.event("end")
 
     def evaluate(self) -> float | None:
         """The loss on the held-out part; None if a rank was asked to stop meanwhile. Collective."""
         assert self.held_out is not None
+        self.keep_alive()
+        self.context.place("evaluation")
         return evaluate(self.model, self.held_out, self.mesh, self.keep_alive)
 
     def restore(self, path: Path | None) -> Manifest | None:
@@ -149,6 +166,8 @@ class Session:
             if self.held_out is not None and (loss := self.evaluate()) is None:
                 raise Stopped(f"stopped at step {self.step} of {self.config.train.steps}")
             self.write_row(row | ({"val_loss": loss} if self.held_out is not None else {}))
+            if self.step == self.plan.last_step:
+                self.save()  # nothing else will, and without it the run would never count as finished
         return manifest
 
     def newest(self, at_most: int | None = None) -> Path | None:
@@ -158,6 +177,8 @@ class Session:
         """
         folder = self.saver.folder
         if at_most is not None and self.leader:
+            if self.plan.fence is not None:
+                self.plan.fence.check()  # those of a run that took the folder meanwhile are not ours to remove
             for found in list_steps(folder):
                 if found.step > at_most:
                     remove_checkpoint(found.path)
@@ -170,18 +191,25 @@ class Session:
 
     def go_back(self, rollback: Rollback) -> None:
         """Rewind weights, moments, schedule, data, guard, metrics together; the loop replays the rest. Collective."""
-        self.saver.drain()
-        self.step = rollback.step - 1
-        self.event(
-            "rollback", at=rollback.step, reason=rollback.reason, back_to=rollback.back_to, skipped=rollback.dropped
-        )
-        self.say(
-            f"step {rollback.step}: {rollback.reason}; back to the state after step {rollback.back_to}, "
-            f"giving up batches {list(rollback.dropped)}"
-        )
+        self.context.place("rollback")
+        self._note_saves(self.saver.drain)
+        self.say(f"step {rollback.step}: {rollback.reason}")
         self.restore(self.newest(at_most=rollback.back_to))
         # The rows up to `back_to` draw the same batches with the longer list: those it adds lie behind them.
         self.guard.state = replace(rollback.state, last_loss=self.guard.state.last_loss)
+        self.event(
+            "rollback", step=rollback.step, reason=rollback.reason, back_to=rollback.back_to, restored=self.step,
+            skipped=rollback.dropped, count=rollback.state.rollbacks,
+        )  # fmt: skip
+        source = f"from the checkpoint of step {self.step}" if self.step else "from the start"
+        if self.step < rollback.back_to:
+            source += f", then {numbered('step', self.step + 1, rollback.back_to)} again"
+        self.say(
+            f"rollback {rollback.state.rollbacks} of at most {self.guard.max_rollbacks} in a row: to the state after "
+            f"step {rollback.back_to} ({source}); {numbered('step', rollback.back_to + 1, rollback.step)} with new "
+            f"batches in place of {', '.join(map(str, rollback.dropped))}"
+        )
+        self.context.place("replay")
 
     def measure_memory(self) -> None:
         """Count live tensors on every rank, once all buffers exist, and write memory.json. Collective."""
@@ -194,3 +222,8 @@ class Session:
             scratch = self.saver.scratch_bytes
             rows = [asdict(row) | {"scratch": scratch, "total": row.total} for row in profile]
             write_json(self.plan.folder / "memory.json", {"ranks": rows, "maximum": maximum, "mean": mean})
+
+
+def numbered(what: str, first: int, last: int) -> str:
+    """ "step 11", or "steps 11 to 13"."""
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"

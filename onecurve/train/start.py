@@ -12,6 +12,7 @@ from onecurve.checkpoint.mirror import Mirror
 from onecurve.errors import ConfigError
 from onecurve.launch import RankContext
 from onecurve.launch.ranks import GROUP_MARGIN_SECONDS
+from onecurve.launch.torchrun import under_torchrun
 from onecurve.parallel import Mesh, ZeroOptimizer, replicate
 from onecurve.report.console import Progress
 from onecurve.train.guard import Guard
@@ -81,7 +82,7 @@ def open_session(plan: Plan, context: RankContext) -> Session:
 
 def draws_lines(plan: Plan, mesh: Mesh) -> bool:
     """On a terminal the launching process draws a bar instead."""
-    return mesh.rank == 0 and not plan.quiet and not sys.stderr.isatty()
+    return mesh.rank == 0 and not plan.quiet and (under_torchrun() or not sys.stderr.isatty())
 
 
 def write_run_record(session: Session) -> None:

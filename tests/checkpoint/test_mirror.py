@@ -76,6 +76,24 @@ def test_another_curves_copies_are_neither_fetched_nor_removed(tmp_path, url):
     assert path.name == "step-00000007" and "is of curve c, expected d" in reasons[0]
 
 
+def test_values_that_are_not_finite_push_out_nothing_and_are_passed_over_on_request(tmp_path):
+    url = f"memory://{uuid.uuid4().hex}"
+
+    def work(mesh):
+        optimizer = make(mesh, seed=1)
+        saves = Checkpointer(tmp_path / "here", optimizer, keep=2, mirror=(mirror := Mirror(url, keep=2)))
+        for step in range(1, 6):
+            saves.save(step)
+            mirror.drain()
+            optimizer.master[0] = float("nan")
+
+    all_good(on_ranks(1, work))
+    assert Remote(url).steps() == [f"step-{n:08d}" for n in (5, 4, 1)]
+    path, reasons = fetch_latest(url, tmp_path / "back", finite=True)
+    assert path.name == "step-00000001" and len(reasons) == 2 and all("not finite" in r for r in reasons)
+    assert fetch_latest(url, tmp_path / "all")[0].name == "step-00000005"
+
+
 def test_a_mirror_that_is_empty_absent_or_unknown(tmp_path):
     assert fetch_latest(f"file://{tmp_path}/none", tmp_path / "back") == (None, [])
     with pytest.raises(MirrorFailed, match="nosuch"):

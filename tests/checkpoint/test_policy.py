@@ -5,27 +5,25 @@ import random
 import pytest
 
 from onecurve.checkpoint import latest_checkpoint, read_manifest, save_checkpoint
-from onecurve.checkpoint.policy import Candidate, apply_retention, due, to_remove
+from onecurve.checkpoint.policy import Candidate, apply_retention, due_by_clock, due_by_step, to_remove
 from onecurve.errors import InputError
 from tests.checkpoint.fakes import all_good, make, on_ranks
 from tests.checkpoint.test_layouts import save
 
 
 @pytest.mark.parametrize(
-    "step, options, reason",
-    [
-        (20, {}, "last"),
-        (10, {}, None),
-        (10, {"every_steps": 5}, "steps"),
-        (11, {"every_steps": 5}, None),
-        (11, {"every_steps": 5, "every_minutes": 2.0, "minutes": 1.99}, None),
-        (11, {"every_steps": 5, "every_minutes": 2.0, "minutes": 2.0}, "minutes"),
-        (11, {"minutes": 1e9}, None),
-        (20, {"every_steps": 7}, "last"),
-    ],
+    "step, every_steps, expected",
+    [(20, 0, True), (10, 0, False), (10, 5, True), (11, 5, False), (20, 7, True), (14, 7, True)],
 )
-def test_due(step, options, reason):
-    assert due(step, total=20, **options) == reason
+def test_due_by_step(step, every_steps, expected):
+    assert due_by_step(step, total=20, every_steps=every_steps) is expected
+
+
+@pytest.mark.parametrize(
+    "seconds, every_minutes, expected", [(1e9, 0.0, False), (119.9, 2.0, False), (120.0, 2.0, True)]
+)
+def test_due_by_clock(seconds, every_minutes, expected):
+    assert due_by_clock(seconds, every_minutes=every_minutes) is expected
 
 
 def candidates(*steps, nan=(), damaged=()):

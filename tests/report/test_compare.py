@@ -47,7 +47,7 @@ def test_equal_runs_on_two_layouts_are_the_same_curve(tmp_path: Path) -> None:
     )
     result = compare_runs(a, b)
     text = "\n".join(result.lines())
-    assert result.same and "SAME CURVE  5 steps and 1 state digests" in text
+    assert result.same and "SAME CURVE  5 steps, 0 validation losses and 1 state digests" in text
     assert result.settings == [("layout", "layout.dp", "4", "2"), ("layout", "layout.zero", "1", "3")]
 
 

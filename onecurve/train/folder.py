@@ -1,0 +1,149 @@
+"""The run folder before the ranks start: which one it is, what it holds, whether that may be resumed."""
+
+import contextlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from onecurve.checkpoint import clean_leftovers, latest_checkpoint, list_steps, read_manifest
+from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
+from onecurve.checkpoint.mirror import fetch_latest
+from onecurve.checkpoint.reshard import check_fits
+from onecurve.config import Config, config_to_toml, load_config, resume_config
+from onecurve.curve import curve_id
+from onecurve.data.text import keep_description
+from onecurve.errors import InputError
+from onecurve.report.plan import parameters
+from onecurve.train.order import Order
+from onecurve.train.parts import new_loader
+from onecurve.train.plan import Plan
+from onecurve.train.preflight import preflight
+from onecurve.train.records import replace_text
+
+
+def locate(order: Order, *, full_check: bool) -> Plan:
+    """The plan of a new run of this order, without a fence: folder, curve and parent. `full_check` reads the corpus."""
+    loader = new_loader(order.config, full_check=full_check)
+    parent, digest = find_parent(order.config, order.from_) if order.from_ else (None, "")
+    identity = curve_id(order.config, loader.fingerprint, digest or None)
+    folder = order.run or Path("runs") / f"{order.source.stem}-{identity[:8]}"
+    return Plan(order.config, folder, identity, None, order.resume, parent, digest)
+
+
+def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
+    """Make the locked folder ready for the ranks, `ranks_here` of them on this host. None: the run is finished.
+
+    Raises InputError, in one line, for what can be known before step 1.
+    """
+    folder, notes = plan.folder, list[str]()
+    begun = (folder / "run.json").exists()
+    if not plan.resume and (begun or list_steps(folder / "checkpoints")):
+        raise InputError(f"{folder} holds a run already; go on with it by --resume, or give another --run")
+    if begun:
+        plan, notes = resumed(plan, order.overrides)
+    refuse_strangers(plan)
+    notes = [*clean_leftovers(folder / "checkpoints"), *notes]
+    steps = plan.config.train.steps
+    if plan.resume and (plan.config.checkpoint.mirror or newest_step(folder) >= steps):
+        newest = newest_whole(plan)
+        if newest is not None and is_end(newest, steps):
+            tell(notes)
+            say(f"{folder} is finished: all {steps} steps are done")
+            return None
+    preflight(plan, ranks_here)
+    tell(notes)  # not before: a refusal is one line
+    corpus = new_loader(plan.config).corpus
+    if corpus.folder is not None and not begun:
+        keep_description(corpus.folder, folder / "corpus")
+    replace_text(folder / "config.toml", config_to_toml(plan.config))
+    say(f"run folder {folder}")
+    return plan
+
+
+def resumed(plan: Plan, overrides: tuple[str, ...]) -> tuple[Plan, list[str]]:
+    """The plan of a run that is there: its own curve, the layout given now; and what of the config is not applied.
+    Raises InputError if the data changed."""
+    stored = load_config(plan.folder / "config.toml")
+    config, notes = resume_config(plan.config, stored, overrides)
+    record = read_record(plan.folder)
+    fingerprint = new_loader(config).fingerprint
+    identity = curve_id(config, fingerprint, record["parent"] or None)
+    if identity != record["curve_id"]:
+        raise InputError(
+            f"{plan.folder}: its curve is {record['curve_id'][:8]}, but its config and the corpus as they are now make "
+            f"{identity[:8]}; bring the corpus back (fingerprint {record['data_fingerprint'][:16]}), or start a new run"
+        )
+    return replace(plan, config=config, curve_id=identity, parent_digest=record["parent"]), notes
+
+
+def refuse_strangers(plan: Plan) -> None:
+    """Raises ForeignCheckpoint if the folder holds a checkpoint of another curve: this run would come to that step and
+    put its own in the place. What can't be read is left to `latest_checkpoint`, which names it and passes it over."""
+    for found in list_steps(plan.folder / "checkpoints"):
+        with contextlib.suppress(DamagedCheckpoint, NewerCheckpoint):
+            read_manifest(found.path, curve_id=plan.curve_id)
+
+
+def newest_whole(plan: Plan) -> Path | None:
+    """The newest whole checkpoint; where there is none here, brought from the mirror. Raises MirrorFailed."""
+    checkpoints, mirror = plan.folder / "checkpoints", plan.config.checkpoint.mirror
+    path, _ = latest_checkpoint(checkpoints, curve_id=plan.curve_id, finite=True)
+    if path is None and mirror:
+        path, reasons = fetch_latest(mirror, checkpoints, curve_id=plan.curve_id, finite=True)
+        for reason in reasons:
+            say(f"passed over {reason}")
+        if path is not None:
+            say(f"no whole checkpoint here: fetched {path.name} from the mirror")
+    return path
+
+
+def read_record(folder: Path) -> dict[str, str]:
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        return {name: str(record[name]) for name in ("curve_id", "parent", "data_fingerprint")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'run.json'} can't be read ({error}); give another --run") from None
+
+
+def is_end(checkpoint: Path, steps: int) -> bool:
+    """Whether it is that of the last step, with nothing put off by a stop."""
+    manifest = read_manifest(checkpoint)
+    return manifest.step >= steps and not manifest.guard.get("pending_row")
+
+
+def find_parent(config: Config, place: str) -> tuple[Path, str]:
+    """The checkpoint that "RUN[@STEP]" names, and its digest. Raises InputError if this model can't start there."""
+    text, _, step = place.rpartition("@") if "@" in place else (place, "", "")
+    checkpoints = Path(text) / "checkpoints"
+    if step:
+        if not step.isdigit():
+            raise InputError(f"--from {place}: {step!r} is no step; write RUN@STEP with a whole number")
+        path = checkpoints / f"step-{int(step):08d}"
+        if not path.is_dir():
+            there = ", ".join(str(found.step) for found in reversed(list_steps(checkpoints))) or "none"
+            raise InputError(f"--from {place}: no checkpoint of step {step}; steps there: {there}")
+        manifest = read_manifest(path)
+    else:
+        newest, reasons = latest_checkpoint(checkpoints, finite=True)
+        for reason in reasons:
+            say(f"passed over {reason}")
+        if newest is None:
+            raise InputError(f"--from {place}: {text} has no whole checkpoint; give a run folder, or RUN@STEP")
+        path, manifest = newest, read_manifest(newest)
+    check_fits(manifest, parameters(config.model), f"--from {place}")
+    return path, manifest.state_digest
+
+
+def newest_step(folder: Path) -> int:
+    """The newest step that has a checkpoint folder, by name; 0 without any."""
+    return max((found.step for found in list_steps(folder / "checkpoints")), default=0)
+
+
+def tell(notes: list[str]) -> None:
+    for note in notes:
+        say(note)
+
+
+def say(text: str) -> None:
+    print(f"onecurve: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,321 @@
+"""Bad input at the command: exit code 2, exactly one line on stderr that names it, and nothing begun or lost."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onecurve import cli
+from onecurve.data.prepare import write_corpus
+from tests.commands import DEMO, environment, rows, train_here
+
+Complain = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the demo's first steps."""
+    run = tmp_path_factory.mktemp("started") / "run"
+    assert train_here(run, "train.steps=4", "checkpoint.every_steps=2") == 0
+    return run
+
+
+@pytest.fixture
+def run(started: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be ill-treated."""
+    return Path(shutil.copytree(started, tmp_path / "run"))
+
+
+def complaint(capfd: Complain, *arguments: object) -> str:
+    """The one line."""
+    capfd.readouterr()
+    code = cli.main([str(argument) for argument in arguments])
+    out, err = capfd.readouterr()
+    assert code == 2, (code, out, err)
+    assert out == "" and err.count("\n") == 1 and err.endswith("\n") and err.startswith("onecurve: "), err
+    return err
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Every file of a run with its hash, but for the names of the last owner of the lock."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("run.lock", "run.fence")]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+VALUES = [
+    ("train.leafs=3", ["train.leafs", "train.leaves"]),
+    ("trian.leaves=3", ["trian", "train"]),
+    ("layout.dp=5", ["layout.dp = 5", "train.leaves = 4"]),
+    ("model.heads=5", ["model.heads = 5", "model.width = 32", "4, 8"]),
+    ("model.width=30", ["model.heads = 4", "model.width = 30"]),
+    ("train.leaves=0", ["train.leaves", "0", "1"]),
+    ("optimizer.lr=-1e-3", ["optimizer.lr", "-0.001", "0"]),
+    ("optimizer.lr=nan", ["optimizer.lr", "nan", "finite"]),
+    ("optimizer.lr=inf", ["optimizer.lr", "inf", "finite"]),
+    ("optimizer.lr=fast", ["optimizer.lr", "fast"]),
+    ("optimizer.lr='5e-3'", ["optimizer.lr", "5e-3"]),
+    ("optimizer.weight_decay=-0.1", ["optimizer.weight_decay"]),
+    ("optimizer.min_lr=nan", ["optimizer.min_lr"]),
+    ("optimizer.betas=[0.9,1.0]", ["optimizer.betas"]),
+    ("optimizer.eps=0.0", ["optimizer.eps"]),
+    ("train.steps=many", ["train.steps", "many"]),
+    ("train.steps=2.5", ["train.steps", "2.5"]),
+    ("train.seed=true", ["train.seed"]),
+    ("model.tied=1", ["model.tied"]),
+    ("layout.zero=4", ["layout.zero", "4"]),
+    ("data.source=", ["data.source"]),
+    ("model.vocab=1", ["model.vocab"]),
+    ("checkpoint.keep=1", ["checkpoint.keep", "1", "2"]),
+]
+
+
+@pytest.mark.parametrize(("setting", "words"), VALUES, ids=[setting for setting, _ in VALUES])
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_bad_value(
+    command: str, setting: str, words: list[str], tmp_path: Path, capfd: Complain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = complaint(capfd, command, DEMO, "--set", setting)
+    assert [word for word in words if word not in said] == [], said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corpus_that_is_not_there(tmp_path: Path, capfd: Complain) -> None:
+    said = complaint(capfd, "train", DEMO, "--set", f"data.source={tmp_path}/nowhere", "--run", tmp_path / "run")
+    assert "nowhere" in said and "no such folder" in said and list(tmp_path.iterdir()) == []
+
+
+# --- corpora ---------------------------------------------------------------------------------------------------------
+
+
+def ids(count: int, below: int = 64) -> np.ndarray:
+    return np.arange(count, dtype=np.int64) % below
+
+
+def corpus(folder: Path, tokens: np.ndarray, vocab: int) -> Path:
+    write_corpus(folder, train=[tokens], vocab=vocab)
+    return folder
+
+
+def test_an_empty_corpus(tmp_path: Path, capfd: Complain) -> None:
+    made = corpus(tmp_path / "empty", ids(0), 64)
+    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
+    assert "empty" in said and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_a_corpus_shorter_than_a_window(count: int, tmp_path: Path, capfd: Complain) -> None:
+    made = corpus(tmp_path / "short", ids(count), 64)
+    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
+    assert f"its {count} token" in said and "context + 1 = 17" in said and not (tmp_path / "run").exists()
+
+
+def test_a_corpus_with_fewer_windows_than_a_step_draws(tmp_path: Path, capfd: Complain) -> None:
+    made = corpus(tmp_path / "short", ids(15 * 16 + 1), 64)
+    assert "16" in complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["a file", "an empty folder", "a folder of texts"])
+def test_what_is_no_corpus(kind: str, tmp_path: Path, capfd: Complain) -> None:
+    """Case 24: a directory, or a file, where a corpus is expected."""
+    place = tmp_path / "place"
+    if kind == "a file":
+        place.write_text("text")
+    else:
+        place.mkdir()
+    if kind == "a folder of texts":
+        (place / "a.txt").write_text("text")
+    said = complaint(capfd, "train", DEMO, "--set", f"data.source={place}", "--run", tmp_path / "run")
+    assert "place" in said and "onecurve prepare" in said and not (tmp_path / "run").exists()
+
+
+def test_a_token_file_of_another_vocabulary(tmp_path: Path, capfd: Complain) -> None:
+    """Case 25: it would be looked up beyond the embedding, or mean other words."""
+    for vocab in (32, 65, 70_000):
+        made = corpus(tmp_path / f"v{vocab}", ids(4096, min(vocab, 64)), vocab)
+        said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
+        assert str(vocab) in said and "64" in said and "model.vocab" in said
+
+
+def test_a_token_id_that_the_vocabulary_does_not_have(tmp_path: Path, capfd: Complain) -> None:
+    """Case 25, in a file whose manifest and hash were made to fit."""
+    made = corpus(tmp_path / "corpus", ids(4096), 64)
+    tokens = np.fromfile(made / "train.bin", np.uint8)
+    tokens[1234] = 64
+    tokens.tofile(made / "train.bin")
+    from onecurve.data.text import CorpusManifest, Part, read_manifest
+
+    old = read_manifest(made)
+    part = old.parts["train"]
+    new = Part(part.tokens, part.documents, part.text_bytes, hashlib.sha256(tokens.tobytes()).hexdigest())
+    manifest = CorpusManifest(old.vocab, old.tokenizer, old.tokenizer_sha256, {**old.parts, "train": new}, old.made)
+    (made / "manifest.json").write_text(manifest.to_json())
+    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
+    assert "token id 64" in said and "0 … 63" in said and not (tmp_path / "run").exists()
+
+
+def test_ids_beyond_16_bits_are_trained_on_as_they_are(tmp_path: Path) -> None:
+    """Case 25: 65,535 is no limit."""
+    made = corpus(tmp_path / "corpus", ids(4096, 64) + 65_536, 65_600)
+    sets = (f"data.source={made}", "model.vocab=65600", "train.steps=2", "model.width=8", "layout.dp=2")
+    assert train_here(tmp_path / "run", *sets) == 0
+    assert len(rows(tmp_path / "run")) == 2
+
+
+# --- texts and configs: case 24 --------------------------------------------------------------------------------------
+
+
+def test_a_config_with_crlf_and_a_byte_order_mark(tmp_path: Path) -> None:
+    config = tmp_path / "demo.toml"
+    config.write_bytes(b"\xef\xbb\xbf" + DEMO.read_bytes().replace(b"\n", b"\r\n"))
+    assert train_here(tmp_path / "run", "train.steps=1", config=config) == 0
+
+
+@pytest.mark.parametrize("kind", ["missing", "a folder", "not TOML", "binary"])
+def test_a_config_that_is_none(kind: str, tmp_path: Path, capfd: Complain) -> None:
+    config = tmp_path / "c.toml"
+    if kind == "a folder":
+        config.mkdir()
+    elif kind != "missing":
+        config.write_bytes(b"\xff\xfe\0" if kind == "binary" else b"[train\nsteps = 3")
+    assert "c.toml" in complaint(capfd, "train", config, "--run", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_texts_of_all_kinds_are_prepared_and_trained_on(tmp_path: Path, capfd: Complain) -> None:
+    """CRLF, a byte-order mark, and a text shorter than a window among others; an empty file is left out, and said."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "crlf.txt").write_bytes(b"one line\r\nand another\r\n" * 40)
+    (texts / "mark.txt").write_bytes(b"\xef\xbb\xbf" + b"with a mark in front " * 40)
+    (texts / "short.txt").write_bytes(b"x")
+    (texts / "empty.txt").write_bytes(b"")
+    assert cli.main(["prepare", str(texts), "--out", str(tmp_path / "corpus"), "--val-fraction", "0"]) == 0
+    assert "1 empty file was left out" in capfd.readouterr().err
+    sets = (f"data.source={tmp_path / 'corpus'}", "model.vocab=257", "train.steps=1")
+    assert train_here(tmp_path / "run", *sets) == 0
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "a folder without texts", "no permission"])
+def test_texts_that_can_not_be_prepared(kind: str, tmp_path: Path, capfd: Complain) -> None:
+    place = tmp_path / "place.txt"
+    if kind == "a folder without texts":
+        place.mkdir()
+    elif kind != "missing":
+        place.write_text("" if kind == "empty" else "text")
+    with as_nobody() if kind == "no permission" else contextlib.nullcontext():
+        out = Path(tempfile.gettempdir()) / f"onecurve-{os.getpid()}-out" if kind == "no permission" else tmp_path / "o"
+        said = complaint(capfd, "prepare", place, "--out", out)
+    assert "place.txt" in said and not out.exists()
+
+
+# --- run folders -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_a_run(run: Path, capfd: Complain) -> None:
+    before = content(run)
+    said = complaint(capfd, "train", DEMO, "--run", run)
+    assert "holds a run already" in said and "--resume" in said
+    assert content(run) == before
+    (run / "run.json").unlink()  # its checkpoints alone are a run as well
+    assert "holds a run already" in complaint(capfd, "train", DEMO, "--run", run)
+    assert content(run).keys() == before.keys() - {"run.json"}
+
+
+def test_a_folder_in_use(run: Path, capfd: Complain) -> None:
+    before = content(run)
+    hold = (
+        "import sys, time; from pathlib import Path; from onecurve.checkpoint import RunLock\n"
+        "with RunLock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, run], env=environment(), stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        said = complaint(capfd, "train", DEMO, "--run", run, "--resume")
+        holder.kill()
+    assert "in use" in said and str(holder.pid) in said
+    assert content(run) == before
+
+
+def test_a_checkpoint_of_another_curve(run: Path, tmp_path: Path, capfd: Complain) -> None:
+    """In the place of the run's own: refused, where going on without it would end in replacing it."""
+    other = tmp_path / "other"
+    assert train_here(other, "train.steps=4", "checkpoint.every_steps=2", "train.seed=7") == 0
+    name = "step-00000004"
+    shutil.rmtree(run / "checkpoints" / name)
+    shutil.copytree(other / "checkpoints" / name, run / "checkpoints" / name)
+    before = content(run)
+    said = complaint(capfd, "train", DEMO, "--run", run, "--resume")
+    theirs, ours = (json.loads((r / "run.json").read_text())["curve_id"] for r in (other, run))
+    assert name in said and theirs in said and ours in said and "--from" in said
+    assert content(run) == before
+
+
+def test_a_resume_that_asks_for_another_curve(run: Path, capfd: Complain) -> None:
+    before = content(run)
+    said = complaint(capfd, "train", DEMO, "--run", run, "--resume", "--set", "optimizer.lr=1e-3")
+    assert "optimizer.lr" in said and "--from" in said
+    assert content(run) == before
+
+
+def test_another_model_than_the_parents(run: Path, tmp_path: Path, capfd: Complain) -> None:
+    new = tmp_path / "new"
+    said = complaint(capfd, "train", DEMO, "--from", run, "--run", new, "--set", "model.width=64")
+    assert "embedding" in said and not new.exists()
+    assert "99" in complaint(capfd, "train", DEMO, "--from", f"{run}@99", "--run", new)
+    assert "nowhere" in complaint(capfd, "train", DEMO, "--from", "nowhere", "--run", new)
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's right to write and read everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_place_without_permission(capfd: Complain) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        with as_nobody():
+            said = complaint(capfd, "train", DEMO, "--run", Path(folder) / "run")
+            assert folder in said and "Permission denied" in said
+            assert folder in complaint(capfd, "train", DEMO, "--run", folder)
+        assert list(Path(folder).iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["/proc/run", "/sys/run", "/dev/null/run", "/dev/null"])
+def test_a_place_that_takes_no_folder(place: str, capfd: Complain) -> None:
+    assert place in complaint(capfd, "train", DEMO, "--run", place)
+
+
+def test_a_read_only_file_system(started: Path, tmp_path: Path, capfd: Complain) -> None:
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mounted], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        run = Path(shutil.copytree(started, mounted / "run"))
+        subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+        before = content(run)
+        assert "Read-only" in complaint(capfd, "train", DEMO, "--run", run, "--resume")
+        assert "Read-only" in complaint(capfd, "train", DEMO, "--run", mounted / "new")
+        assert content(run) == before
+    finally:
+        subprocess.run(["umount", mounted], check=True)

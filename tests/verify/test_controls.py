@@ -1,0 +1,57 @@
+"""The broken twin of every clause: `verify` must catch each, and find one curve where none is broken."""
+
+import pytest
+
+from onecurve.cli import main
+from onecurve.verify import controls
+from onecurve.verify.controls import CONTROLS, Control
+from tests.controls import ODD, run
+
+# control -> a layout that breaks with it (dp, zero), what differs first, and at which step
+CAUGHT = {
+    "ring-sum": ((4, 1), {"grad_norm", "state"}, 1),
+    "contiguous-ticks": ((4, 2), {"grad_norm", "state"}, 1),
+    "losses-in-float": ((4, 1), {"loss"}, 1),
+    "data-by-rank": ((4, 1), {"loss", "grad_norm", "state"}, 1),
+    "dropout-by-rank": ((4, 3), {"loss", "grad_norm", "state"}, 1),
+    "tied-together": ((4, 0), {"grad_norm", "state"}, 1),
+    "float-norm": ((4, 2), {"grad_norm"}, 1),
+    "off-grid": ((4, 1), {"state"}, 2),
+    "divide-first": ((4, 1), {"state"}, 1),
+    "reduce-each-micro-batch": ((4, 1), {"grad_norm", "state"}, 1),
+    "last-in-first-out": ((4, 2), {"grad_norm", "state"}, 1),
+    "lost-nan": ((4, 1), {"state"}, 2),
+    "two-threads": ((4, 1), {"grad_norm", "state"}, 1),
+}
+
+
+def test_every_control_is_tested():
+    assert CAUGHT.keys() == CONTROLS.keys()
+
+
+@pytest.mark.parametrize("control", CAUGHT)
+def test_verify_catches(control):
+    layout, values, step = CAUGHT[control]
+    (result,) = run(control, (layout,), steps=2).results
+    found = result.difference
+    assert found is not None and not found.failure
+    assert found.step == step
+    assert {*found.values, *(["state"] if found.tensors else [])} >= values
+    assert str(found).startswith(f"step {step}: ")
+
+
+def test_nothing_broken_is_one_curve():
+    assert run("", ((4, 0), (4, 1), (4, 2), (4, 3)), steps=2).same
+
+
+def test_the_rehearsed_nan_itself_breaks_no_layout(monkeypatch):
+    """The NaN is rolled back alike everywhere: what `lost-nan` changes is the loss of it, not the NaN."""
+    rehearsal = Control("rehearsal only", rehearses=controls.nan_in_last_parameter)
+    monkeypatch.setitem(CONTROLS, "lost-nan", rehearsal)
+    assert run("lost-nan", ((4, 0), (4, 1), (3, 2), (4, 3)), steps=3).same
+
+
+def test_an_unknown_control_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv(controls.ENVIRONMENT, "ring-some")
+    assert main(["verify", str(ODD), "--quick"]) == 2
+    assert "ring-some" in (told := capsys.readouterr().err.splitlines()[-1]) and "ring-sum" in told
