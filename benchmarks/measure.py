@@ -28,6 +28,13 @@ Burst = Callable[[], object]  # one run of a candidate's work on this rank
 Seconds = dict[str, list[float]]  # per candidate, one value per round
 
 
+class Turns(NamedTuple):
+    """What the candidates' bursts took on a rank: by the clock, and of the processor (all its threads)."""
+
+    seconds: Seconds
+    cpu_seconds: Seconds
+
+
 class Spread(NamedTuple):
     """A median with the quartiles around it."""
 
@@ -46,10 +53,10 @@ class Spread(NamedTuple):
         return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
 
 
-def take_turns(candidates: Mapping[str, Burst], *, rounds: int, warm_up: int, context: RankContext) -> Seconds:
-    """Seconds of each candidate's bursts on this rank, by round; the order moves by one each round. Collective."""
+def take_turns(candidates: Mapping[str, Burst], *, rounds: int, warm_up: int, context: RankContext) -> Turns:
+    """Run each candidate's burst once per round; the order moves by one each round. Collective."""
     names = list(candidates)
-    seconds: Seconds = {name: [] for name in names}
+    turns = Turns({name: [] for name in names}, {name: [] for name in names})
     for turn in range(-warm_up, rounds):
         if turn == 0:
             gc.collect()
@@ -58,17 +65,21 @@ def take_turns(candidates: Mapping[str, Burst], *, rounds: int, warm_up: int, co
         for name in names[first:] + names[:first]:
             context.progress(turn + warm_up, rounds + warm_up, name)
             _meet()
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             candidates[name]()
             if turn >= 0:
-                seconds[name].append(time.perf_counter() - began)
+                turns.seconds[name].append(time.perf_counter() - began)
+                turns.cpu_seconds[name].append(time.process_time() - began_cpu)
     gc.unfreeze()
-    return seconds
+    return turns
 
 
-def slowest(by_rank: Sequence[Seconds]) -> Seconds:
-    """Each burst as long as on its slowest rank."""
-    return {name: [max(burst) for burst in zip(*(r[name] for r in by_rank), strict=True)] for name in by_rank[0]}
+def together(by_rank: Sequence[Sequence[Seconds]], steps: int) -> Turns:
+    """All ranks' turns as one, per step: a burst takes as long as on its slowest rank; processor time is summed."""
+    return Turns(*(
+        {name: [add(burst) / steps for burst in zip(*(own[name] for own in owns), strict=True)] for name in owns[0]}
+        for add, owns in zip((max, sum), zip(*by_rank, strict=True), strict=True)
+    ))  # fmt: skip
 
 
 def speed_up(base: Sequence[float], other: Sequence[float]) -> Spread:

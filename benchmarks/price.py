@@ -60,11 +60,11 @@ def measure_price(work: Workload, world: int, rounds: int, steps: int) -> dict[s
             for twin, changed in (("ordered", lambda o: o), ("unordered", unordered)):
                 optimizer = changed(optimizer_of(work, Mesh(dp=world, transport=name), stage=1))
                 turns[f"{twin}, {name}"] = burst(f"{twin}, {name}", step_of(work, optimizer))
-        return {"seconds": measure.take_turns(turns, rounds=rounds, warm_up=2, context=context), "losses": losses}
+        return {"taken": measure.take_turns(turns, rounds=rounds, warm_up=2, context=context), "losses": losses}
 
     by_rank = measure.on_ranks(worker, world)
-    bursts = measure.slowest([r["seconds"] for r in by_rank])
-    return {"seconds": {name: [b / steps for b in own] for name, own in bursts.items()}, "losses": by_rank[0]["losses"]}
+    taken = measure.together([r["taken"] for r in by_rank], steps)
+    return {**taken._asdict(), "losses": by_rank[0]["losses"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,8 @@
 
 All train the same model from the same weights on the same tokens with the same leaves and accumulation, one thread per
 rank, over gloo. They take turns in one set of processes. The losses are shown, so that everyone sees it is one work;
-the ratio is against DDP + ZeroRedundancyOptimizer, with the quartiles of its rounds.
+the ratio is against DDP + ZeroRedundancyOptimizer, with the quartiles of its rounds. "CPU ms" is the processor time of
+all ranks and their threads per step: what is left of a figure on a machine that is busy with other things.
 """
 
 import argparse
@@ -44,16 +45,22 @@ def measure_steps(work: Workload, names: Sequence[str], world: int, rounds: int,
 
         turns = {name: burst(name, step) for name, step in systems(work, names, context.rank, world).items()}
         warm_up = -(-COMPARED // steps)
-        seconds = measure.take_turns(turns, rounds=rounds, warm_up=warm_up, context=context)
-        return {"seconds": seconds, "losses": {name: [float(x) for x in own] for name, own in losses.items()}}
+        taken = measure.take_turns(turns, rounds=rounds, warm_up=warm_up, context=context)
+        return {"taken": taken, "losses": {name: [float(x) for x in own] for name, own in losses.items()}}
 
     by_rank = measure.on_ranks(worker, world)
-    bursts = measure.slowest([r["seconds"] for r in by_rank])
+    taken = measure.together([r["taken"] for r in by_rank], steps)
     losses = {name: [sum(x) / world for x in zip(*(r["losses"][name] for r in by_rank), strict=True)] for name in names}
-    return {"seconds": {name: [b / steps for b in own] for name, own in bursts.items()}, "losses": losses}
+    return {**taken._asdict(), "losses": losses}
 
 
-def show(work: Workload, world: int, seconds: measure.Seconds, losses: dict[str, list[float]]) -> list[dict[str, Any]]:
+def show(
+    work: Workload,
+    world: int,
+    seconds: measure.Seconds,
+    cpu_seconds: measure.Seconds,
+    losses: dict[str, list[float]],
+) -> list[dict[str, Any]]:
     """The table of one model and width; returns its figures."""
     base = BASE if BASE in seconds else next(iter(seconds))
     figures = []
@@ -61,15 +68,18 @@ def show(work: Workload, world: int, seconds: measure.Seconds, losses: dict[str,
         median = measure.Spread.of(own).median
         apart = max(abs(a - b) / b for a, b in zip(losses[name][:COMPARED], losses[base][:COMPARED], strict=True))
         figures.append({
-            "system": name, "seconds": own, "milliseconds": 1e3 * median, "tokens_per_second": work.tokens / median,
-            "ratio": measure.speed_up(seconds[base], own), "first_loss": losses[name][0],
-            "last_loss": losses[name][COMPARED - 1], "apart": apart,
+            "system": name, "seconds": own, "cpu_seconds": cpu_seconds[name],
+            "milliseconds": 1e3 * median, "tokens_per_second": work.tokens / median,
+            "cpu_milliseconds": 1e3 * measure.Spread.of(cpu_seconds[name]).median,
+            "ratio": measure.speed_up(seconds[base], own),
+            "first_loss": losses[name][0], "last_loss": losses[name][COMPARED - 1], "apart": apart,
         })  # fmt: skip
     measure.report(
-        ["system", "ms/step", "tokens/s", f"x {base} [quartiles]", "loss 1", f"loss {COMPARED}", "apart"],
+        ["system", "ms/step", "CPU ms", "tokens/s", f"x {base} [quartiles]", "loss 1", f"loss {COMPARED}", "apart"],
         [
             [
-                f["system"], f"{f['milliseconds']:.2f}", f"{f['tokens_per_second']:,.0f}", f["ratio"],
+                f["system"], f"{f['milliseconds']:.2f}", f"{f['cpu_milliseconds']:.2f}",
+                f"{f['tokens_per_second']:,.0f}", f["ratio"],
                 f"{f['first_loss']:.6f}", f"{f['last_loss']:.6f}", f"{f['apart']:.0e}",
             ]
             for f in figures

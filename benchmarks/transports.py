@@ -62,7 +62,7 @@ def backend(numel: int, rank: int, world: int) -> dict[str, Callable[[], object]
 def measure_size(numel: int, world: int, rounds: int, repeats: int) -> measure.Seconds:
     """Seconds per operation."""
 
-    def worker(context: RankContext) -> measure.Seconds:
+    def worker(context: RankContext) -> measure.Turns:
         candidates = backend(numel, context.rank, world)
         for name in TRANSPORTS:
             transport = Mesh(dp=world, transport=name).transport
@@ -75,8 +75,7 @@ def measure_size(numel: int, world: int, rounds: int, repeats: int) -> measure.S
         turns = {name: burst(run) for name, run in candidates.items()}
         return measure.take_turns(turns, rounds=rounds, warm_up=2, context=context)
 
-    bursts = measure.slowest(measure.on_ranks(worker, world))
-    return {name: [b / repeats for b in own] for name, own in bursts.items()}
+    return measure.together(measure.on_ranks(worker, world), repeats).seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -236,6 +236,11 @@ class ZeroOptimizer:
             "exp_avg_sq": [self.exp_avg_sq],
         }
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Stage 3: the most bytes of gathered weights that were here at once, freed again since."""
+        return self.weights.most_gathered if isinstance(self.weights, GatheredWeights) else 0
+
     def _begin_step(self) -> None:
         self._calls = 0
         self._tokens = 0

@@ -56,6 +56,15 @@ def test_log_every_zero_shows_the_last_step_only() -> None:
     assert len(stream.getvalue().splitlines()) == 1
 
 
+def test_a_validation_loss_always_has_its_line() -> None:
+    stream = io.StringIO()
+    with Progress(20, log_every=10, stream=stream) as progress:
+        progress.update(7, loss=2.5, val_loss=2.25)
+        progress.update(8, loss=2.5)
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("step 7/20  loss 2.5000  val_loss 2.2500  ")
+
+
 def test_on_a_terminal_it_draws_a_bar_without_a_thread() -> None:
     stream, before = Terminal(), threading.active_count()
     with Progress(20, start=10, stream=stream) as progress:
