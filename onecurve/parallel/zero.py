@@ -64,7 +64,8 @@ class ZeroOptimizer:
     `step`. The masters and moments are fp32: `master`, `exp_avg`, `exp_avg_sq`, 1-D, [elements this rank holds].
     `lr`: a rate, or a function of the 0-based update number. `clip`: largest global gradient norm, 0 = off.
     `units`: (name, module) pairs that are gathered and exchanged together; by default the model's own `units()`, else
-    its children.
+    its children. At stage 3 a unit's parameters are there only while its `forward` runs (and the backward of it), and
+    every leaf must call the same units in the same order.
 
     Raises InputError if `leaves` is less than the data-parallel width, or a trained parameter is wider than fp32.
     """

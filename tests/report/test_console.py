@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from onecurve.report.console import Progress, human_bytes, human_seconds, table
+from onecurve.report.console import Progress, Stages, human_bytes, human_seconds, table
 
 
 class Terminal(io.StringIO):
@@ -76,3 +76,18 @@ def test_on_a_terminal_it_draws_a_bar_without_a_thread() -> None:
     text = stream.getvalue()
     assert "step 20/20" in text and "loss 2.5000" in text and "1,000 tokens/s" in text and "left" in text
     assert "checkpoint [bold]10[/bold]" in text  # taken as it is
+
+
+def test_stages_are_a_line_each_off_a_terminal_and_one_line_on_it() -> None:
+    plain, screen = io.StringIO(), Terminal()
+    for stream in (plain, screen):
+        with Stages("layouts", stream) as stages:
+            stages.update(0, 2, "dp 1")
+            stages.update(1, 2, "dp 2")
+            stages.update(2, 2, "")
+    assert [line.split(":")[-1] for line in plain.getvalue().splitlines()] == [" dp 1", " dp 2"]
+    assert "\n" not in screen.getvalue() and screen.getvalue().endswith("\r\x1b[K")
+    with pytest.raises(ZeroDivisionError), Stages("layouts", screen) as stages:
+        stages.update(0, 2, "dp 1")
+        raise ZeroDivisionError
+    assert screen.getvalue().endswith("\n")  # what comes next does not write over it
