@@ -1,9 +1,18 @@
-"""One thread before any torch operation: a parent that has run a two-threaded one hangs the ranks it forks."""
+"""What holds for all tests, and for every program that they start.
+
+One thread before any torch operation: a parent that has run a two-threaded one hangs the ranks it forks. And this
+checkout before any other: the environment that runs the tests may have been made for another one.
+"""
 
 import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import sys
+from pathlib import Path
 
 import torch
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+sys.path.insert(0, ROOT)
 
 torch.set_num_threads(1)
