@@ -27,7 +27,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, key: Key | None = None, start: int = 0) -> Tensor:
         stop = start + tokens.shape[-1]
-        whole = start == 0 and stop == len(self.position)  # the rule in training; a slice costs backward two more passes
+        # the whole is the rule in training: a slice costs backward two more passes
+        whole = start == 0 and stop == len(self.position)
         x = F.embedding(tokens, self.token) + (self.position if whole else self.position[start:stop])
         return dropout(x, self.p, key and (*key, "embedding"))
 
