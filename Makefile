@@ -24,7 +24,12 @@ demo: venv
 test: venv
 	$(BIN)/python -m pytest -q
 
-slow: venv
+# an S3-compatible server to test the mirror against: large, and needed by nobody else
+.venv/s3: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt s3fs 'moto[server]'
+	touch $@
+
+slow: .venv/s3
 	$(BIN)/python -m pytest -q -m slow
 
 lint: venv

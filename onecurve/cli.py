@@ -19,7 +19,7 @@ import typer
 
 from onecurve import __version__
 from onecurve.errors import CheckFailed, InputError, OnecurveError
-from onecurve.report.console import printable
+from onecurve.report.console import printable, say_on
 
 app = typer.Typer(
     name="onecurve",
@@ -282,10 +282,7 @@ def _print(lines: list[str]) -> None:
 
 
 def _complain(text: str) -> None:
-    try:
-        print(f"onecurve: {text}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    say_on(sys.stderr, f"onecurve: {text}")
 
 
 if __name__ == "__main__":

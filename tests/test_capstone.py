@@ -71,6 +71,13 @@ def test_it_prints_everything_in_order_and_ends_with_0(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "checkpoints" / "step-00000010" / "manifest.json").is_file()
 
 
+def test_the_readme_shows_it_as_it_is_printed(capstone: ModuleType, capfd: Any) -> None:
+    assert capstone.main() == 0
+    printed = without_times(capfd.readouterr().out)
+    shown = without_times((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert printed in shown
+
+
 def test_its_shape() -> None:
     """Row S3 and S9: five names, at most 200 lines, and a worker that knows no collective and no rendezvous."""
     text = CAPSTONE.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -45,4 +46,6 @@ class StopSignals:
             self._first = now
             self.board.request_stop(signum)
             # Not print: a handler may run in the middle of another print to the same stream.
-            os.write(2, f"{signal.Signals(signum).name}: stopping at the next step; once more ends at once\n".encode())
+            text = f"{signal.Signals(signum).name}: stopping at the next step; once more ends at once\n"
+            with contextlib.suppress(OSError):  # nobody reads any more: that is no reason to lose the stop
+                os.write(2, text.encode())

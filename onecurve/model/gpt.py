@@ -27,8 +27,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, key: Key | None = None, start: int = 0) -> Tensor:
         stop = start + tokens.shape[-1]
-        # the whole is the rule in training: a slice costs backward two more passes
-        whole = start == 0 and stop == len(self.position)
+        whole = start == 0 and stop == len(self.position)  # as in training; a slice costs backward two more passes
         x = F.embedding(tokens, self.token) + (self.position if whole else self.position[start:stop])
         return dropout(x, self.p, key and (*key, "embedding"))
 
@@ -67,8 +66,9 @@ class MLP(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        with torch.random.fork_rng(devices=[]):  # what a Linear draws for itself is overwritten
+            self.up = nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))

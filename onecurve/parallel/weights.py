@@ -96,6 +96,11 @@ class SpaceWeights:
     def live(self) -> list[Tensor]:
         return [self.flat, self.shard, *(data for data, _ in self._views)]
 
+    @property
+    def gathered_bytes(self) -> int:
+        """What the whole weights take now; 0 while they are freed."""
+        return sum(t.untyped_storage().nbytes() for t in (self.flat, *(data for data, _ in self._views)))
+
     def _fill_own_storages(self) -> None:
         for data, view in self._views:
             self._grow(data)
@@ -141,6 +146,7 @@ class GatheredWeights:
         self._needs = trained.needs
         self._order = [unit for unit in trained.modules if trained.needs[unit]]
         self._in_backward: set[str] = set()
+        self.most_gathered = 0  # bytes of whole units that were here at once
         for unit in self._order:
             module = trained.modules[unit]
             module.register_forward_pre_hook(self._before_forward(unit))
@@ -182,6 +188,7 @@ class GatheredWeights:
 
     def _begin(self, unit: str) -> None:
         if self.by_unit[unit].start_gather():
+            self.most_gathered = max(self.most_gathered, sum(w.gathered_bytes for w in self.spaces))
             self._journal(lambda: self.replay(unit))
 
     def _prefetch(self, unit: str, direction: int) -> None:

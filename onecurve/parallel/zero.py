@@ -63,7 +63,8 @@ class ZeroOptimizer:
     `step`. The masters and moments are fp32: `master`, `exp_avg`, `exp_avg_sq`, 1-D, [elements this rank holds].
     `lr`: a rate, or a function of the 0-based update number. `clip`: largest global gradient norm, 0 = off.
     `units`: (name, module) pairs that are gathered and exchanged together; by default the model's own `units()`, else
-    its children.
+    its children. At stage 3 a unit's parameters are there only while its `forward` runs (and the backward of it), and
+    every leaf must call the same units in the same order.
 
     Raises InputError if `leaves` is less than the data-parallel width, or a trained parameter is wider than fp32.
     """
@@ -202,7 +203,8 @@ class ZeroOptimizer:
         stats = self._agree(gradient, vote, digest(replicas) if replicas else 0)
         if odd := differing(stats.replicas):
             name = name_difference(self.mesh, replicas, odd)
-            raise ReplicasDiffer(f"update {self.updates + 1}: {tell_difference(name, odd, len(stats.replicas))}")
+            told = tell_difference(name, odd, len(stats.replicas))
+            raise ReplicasDiffer(f"{told}, found before update {self.updates + 1}")
         wanted = stats.finite if accept is None else accept(stats)
         if wanted and stats.tokens:
             rate = lr if lr is not None else self.lr(self.updates) if callable(self.lr) else self.lr
@@ -235,6 +237,11 @@ class ZeroOptimizer:
             "exp_avg": [self.exp_avg],
             "exp_avg_sq": [self.exp_avg_sq],
         }
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Stage 3: the most bytes of gathered weights that were here at once, freed again since."""
+        return self.weights.most_gathered if isinstance(self.weights, GatheredWeights) else 0
 
     def _begin_step(self) -> None:
         self._calls = 0

@@ -168,14 +168,22 @@ def _rows(item: Difference) -> Iterator[list[str]]:
 
 
 def _settings(a: Run, b: Run) -> Iterator[tuple[str, str, str, str]]:
-    if a.config and b.config:
-        for part, sections in PARTS.items():
+    """What the two runs were told and where they ran, part by part; each name once."""
+    recorded = {
+        "curve": ("curve_id", "parent", "data_fingerprint"),
+        "layout": ("layout",),  # as it was run: the transport that "auto" chose
+        "numerics": ("numerics", "numeric_environment", "versions"),
+    }
+    for part, sections in PARTS.items():
+        found: dict[str, tuple[str, str, str, str]] = {}
+        if a.config and b.config:
             for section in sections:
-                yield from _changes(part, section, a.config.get(section), b.config.get(section))
-    for key in ("curve_id", "parent", "data_fingerprint"):
-        yield from _changes("curve", key, a.record.get(key), b.record.get(key))
-    for key in ("numerics", "numeric_environment", "versions"):
-        yield from _changes("numerics", key, a.record.get(key), b.record.get(key))
+                for change in _changes(part, section, a.config.get(section), b.config.get(section)):
+                    found[change[1]] = change
+        for key in recorded[part]:
+            for change in _changes(part, key, a.record.get(key), b.record.get(key)):
+                found.setdefault(change[1], change)
+        yield from found.values()
 
 
 def _changes(part: str, name: str, a: Any, b: Any) -> Iterator[tuple[str, str, str, str]]:

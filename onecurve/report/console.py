@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -26,6 +27,17 @@ def printable(text: str, keep: str = "") -> str:
     """`text` on one line of any terminal: line breaks and controls (a file's name may hold them) as visible escapes,
     except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def say_on(stream: TextIO, line: str) -> None:
+    """A line for whoever reads it. Where nobody does any more (a closed pipe, a terminal that is gone) the stream goes
+    nowhere from now on: a long run must not end for that, and what matters is in its records."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def human_bytes(count: float) -> str:
@@ -59,14 +71,23 @@ class Progress:
         if self.stream.isatty():
             self._bar, self._task = _bar(self.stream, total, start)
 
-    def update(self, step: int, *, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """`step` steps are done. It may go backwards, after a rollback."""
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        tokens_per_second: float | None = None,
+        val_loss: float | None = None,
+    ) -> None:
+        """`step` steps are done. It may go backwards, after a rollback. One with a `val_loss` always has its line."""
         now = time.monotonic()
         speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
-        value = "" if loss is None else f"loss {loss:.4f}"
+        losses = {"loss": loss, "val_loss": val_loss}
+        value = "  ".join(f"{name} {number:.4f}" for name, number in losses.items() if number is not None)
         left = human_seconds((now - self._begun) / max(1, step - self._start) * (self.total - step)) + " left"
         if self._bar is None:
-            if step == self.total or (self.log_every and step % self.log_every == 0):
+            due = step == self.total or val_loss is not None
+            if due or (self.log_every and step % self.log_every == 0):
                 self.say("  ".join(part for part in (f"step {step}/{self.total}", value, speed, left) if part))
         elif step == self.total or now - self._drawn >= 0.1:
             self._drawn = now
@@ -75,7 +96,7 @@ class Progress:
     def say(self, line: str) -> None:
         """A line above the bar."""
         if self._bar is None:
-            print(line, file=self.stream, flush=True)
+            say_on(self.stream, line)
         else:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -1,12 +1,17 @@
 """What a config will cost before anything is started: ranks, balance, memory, traffic, disk.
 
-Counted from the config and the ownership table alone; no process, no tensor. The memory formulas are those of
-`docs/`'s table, per rank, with P elements, N data-parallel ranks, b bytes of the working dtype, c gradient buffers:
+Counted from the config and the ownership table alone; no process, no tensor. The memory formulas, per rank, with P
+elements, N data-parallel ranks, b bytes of the working dtype, c gradient buffers alive in the counter:
 
-    zero 0   weights bP               gradients 4Pc                   optimizer 12P
-    zero 1   weights bP               gradients 4Pc                   optimizer 12P/N
-    zero 2   weights bP               gradients 4P/N c + two units    optimizer 12P/N
-    zero 3   weights bP/N + 2 units   gradients 4P/N c + two units    optimizer 12P/N
+    zero 0   weights bP     gradients 4Pc                   optimizer 12P
+    zero 1   weights bP     gradients 4Pc                   optimizer 12P/N
+    zero 2   weights bP     gradients 4P/N c + two units    optimizer 12P/N
+    zero 3   weights bP/N   gradients 4P/N c + two units    optimizer 12P/N    scratch: two units of weights
+
+(`accumulate` > 1 at zero 2 and 3: one full gradient buffer instead of the two units. Tied embeddings: the head's use
+has a gradient of its own until both are added.) What alignment adds is named beside each, so that formula and padding
+are together what `memory.json` counts. Over p2p and alltoall the counters of zero 2 and 3 hold what was received: that
+memory comes and goes within the step, and memory.json, which counts between steps, does not show it.
 """
 
 from __future__ import annotations
@@ -49,14 +54,28 @@ def parameters(model: ModelConfig) -> list[ParamSpec]:
 
 
 class RankCost(NamedTuple):
-    """Leaves per step, and bytes; `padding` is what alignment adds to the optimizer's state."""
+    """Leaves per step, and bytes. `padding` is what alignment adds to the optimizer's state, `weights_padding` and
+    `gradients_padding` to the other two. `counters`: the part of the gradients that is in the counters of zero 2 and 3.
+    `scratch`: weights of other ranks, gathered for a moment. `sent`: per step."""
 
     leaves: int
     weights: int
     gradients: int
     optimizer: int
     padding: int
-    sent: int  # per step
+    sent: int
+    weights_padding: int = 0
+    gradients_padding: int = 0
+    counters: int = 0
+    scratch: int = 0
+
+    @property
+    def all_padding(self) -> int:
+        return self.padding + self.weights_padding + self.gradients_padding
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.all_padding + self.scratch
 
 
 def leaves_of(leaves: int, width: int, rank: int, zero: int) -> list[int]:
@@ -78,37 +97,73 @@ def counter_sizes(leaves: list[int]) -> list[int]:
     return sizes
 
 
+def counter_buffers(leaves: int, width: int) -> int:
+    """The most buffers that an owner's counter has alive at zero 2 and 3, where it takes `width` leaves per tick from
+    memory that it may not write to and copies what is left after each tick (TreeSum.settle)."""
+    stack: list[tuple[int, bool]] = []  # (leaves in the sum, is it in a buffer of the counter's own?)
+    alive = most = 0
+    for leaf in range(leaves):
+        size, own = 1, False
+        while stack and stack[-1][0] == size and (leaf + 1) % (2 * size) == 0:
+            left_own = stack.pop()[1]
+            alive += 1 - left_own - own
+            most = max(most, alive)
+            size, own = 2 * size, True
+        stack.append((size, own))
+        if (leaf + 1) % width == 0 or leaf + 1 == leaves:
+            alive += sum(not own for _, own in stack)
+            stack = [(size, True) for size, _ in stack]
+        most = max(most, alive)
+    return most
+
+
 def rank_costs(config: Config) -> list[RankCost]:
     """What each data-parallel rank holds and sends."""
-    layout, train = config.layout, config.train
+    layout, train, model = config.layout, config.train, config.model
     n, zero, working = layout.dp, layout.zero, BYTES[train.dtype]
-    specs = parameters(config.model)
+    specs = parameters(model)
     share = OwnershipTable(specs, dp=n, tp=layout.tp, pp=layout.pp, stage=zero).share(0)
     p, shard = share.numel, share.local
-    sizes = [sum(spec.numel for spec in group) for _, group in groupby(specs, key=lambda spec: spec.unit)]
-    two_units = max(a + b for a, b in pairwise(sizes))
-    tied = 4 * config.model.vocab * config.model.width if config.model.tied else 0  # the head's use, until it is added
+    units = list(dict.fromkeys(spec.unit for spec in specs))
+    ranges = {unit: share.unit_range(unit) for unit in units}
+    sizes = {unit: stop - start for unit, (start, stop) in ranges.items()}
+    tied = model.vocab * model.width if model.tied else 0
+    sizes["head"] += tied
     ticks = -(-train.leaves // n)
     costs = []
     for rank in range(n):
         mine = leaves_of(train.leaves, n, rank, zero)
         elsewhere = share.flat - shard
         spread = shard * (n - 1)  # elements sent when this rank's shard goes to all others
+        counters = scratch = 0
         if zero <= 1:
             held = counter_sizes(mine)
-            gradients = 4 * p * max([1, *(before + 1 for before in held[:-1])])
+            buffers = max([1, *(before + 1 for before in held[:-1])])
+            gradients, gradients_held = 4 * (p + tied) * buffers, 4 * (share.flat + tied) * buffers
             gather = spread * (4 if zero == 0 else working)
             sent = 4 * elsewhere * (held[-1] if held else 0) + gather
         else:
-            held = counter_sizes(list(range(train.leaves)))[n - 1 :: n]  # after each tick
-            buffers = 1 + max([0, *held[: ticks - 1]])
-            gradients = 4 * -(-p // n) * buffers + 4 * two_units + (4 * p if train.accumulate > 1 else 0)
+            buffers = counter_buffers(train.leaves, n)
+            parts = [share.routes(*ranges[unit])[rank] for unit in units]
+            lo, hi = share.routes(0, tied)[rank]  # of the embedding's matrix, which comes first
+            whole = train.accumulate > 1
+            others = p + tied if whole else 2 * max(sizes.values())
+            others_held = share.flat + tied if whole else others
+            counters = 4 * (sum(stop - start for start, stop in parts) + hi - lo) * buffers
+            gradients = round(4 * p / n * buffers) + 4 * (hi - lo) * buffers + 4 * others
+            gradients_held = counters + 4 * others_held
             gather = working * spread * (1 if zero == 2 else 2 * train.accumulate * ticks)
             sent = 4 * elsewhere * len(mine) + gather
-        weights = working * (p if zero < 3 else -(-p // n) + two_units)
+        weights, weights_held = working * p, working * share.flat
+        if zero == 3:
+            weights, weights_held = round(working * p / n), working * shard
+            widths = [working * n * space.width for space in share.spaces]
+            scratch = max(a + b for a, b in pairwise(widths))
         exact = 12 * p if zero == 0 else 12 * p / n
-        held_state = 12 * (share.flat if zero == 0 else shard)
-        costs.append(RankCost(len(mine), weights, gradients + tied, round(exact), held_state - round(exact), sent))
+        state_held = 12 * (share.flat if zero == 0 else shard)
+        cost = RankCost(len(mine), weights, gradients, round(exact), state_held - round(exact), sent)
+        padding = {"weights_padding": weights_held - weights, "gradients_padding": gradients_held - gradients}
+        costs.append(cost._replace(**padding, counters=counters, scratch=scratch))
     return costs
 
 
@@ -134,10 +189,9 @@ def plan_lines(config: Config) -> list[str]:
     rows = []
     for cost, group in groupby(enumerate(costs), key=lambda item: item[1]):
         first, *rest = [rank for rank, _ in group]
-        total = cost.weights + cost.gradients + cost.optimizer + cost.padding
-        cells = (cost.leaves, cost.weights, cost.gradients, cost.optimizer, cost.padding, total)
+        cells = [cost.leaves, cost.weights, cost.gradients, cost.optimizer, cost.all_padding, cost.scratch, cost.total]
         rows.append([f"{first}-{rest[-1]}" if rest else f"{first}", *(f"{n:,}" for n in cells)])
-    lines += table(["rank", "leaves", "parameters", "gradients", "optimizer", "padding", "total"], rows)
+    lines += table(["rank", "leaves", "parameters", "gradients", "optimizer", "padding", "scratch", "total"], rows)
     sent = [cost.sent for cost in costs]
     state = 12 * count
     keep = config.checkpoint.keep + 1

@@ -14,6 +14,7 @@ from onecurve.config import Config, config_to_toml, load_config, resume_config
 from onecurve.curve import curve_id
 from onecurve.data.text import keep_description
 from onecurve.errors import InputError
+from onecurve.report.console import say_on
 from onecurve.report.plan import parameters
 from onecurve.train.order import Order
 from onecurve.train.parts import new_loader
@@ -146,4 +147,4 @@ def tell(notes: list[str]) -> None:
 
 
 def say(text: str) -> None:
-    print(f"onecurve: {text}", file=sys.stderr, flush=True)
+    say_on(sys.stderr, f"onecurve: {text}")

@@ -13,6 +13,7 @@ from onecurve.errors import Stopped
 from onecurve.launch import RankContext
 from onecurve.model import token_loss
 from onecurve.parallel import Stats
+from onecurve.parallel.replicas import ReplicasDiffer
 from onecurve.train.guard import data_step
 from onecurve.train.plan import Plan
 from onecurve.train.session import Session
@@ -67,12 +68,15 @@ def train_step(session: Session) -> tuple[Stats, float]:
     context.place("exchange")
     rate = session.learning_rate(step)
     every = session.config.observe.check_replicas_every
-    stats = optimizer.step(
-        lambda s: session.guard.objection(s) is None,
-        lr=rate,
-        vote=votes(session),
-        check_replicas=every > 0 and step % every == 0,
-    )
+    try:
+        stats = optimizer.step(
+            lambda s: session.guard.objection(s) is None,
+            lr=rate,
+            vote=votes(session),
+            check_replicas=every > 0 and step % every == 0,
+        )
+    except ReplicasDiffer as error:
+        raise ReplicasDiffer(f"step {step}: {error}") from None
     return stats, rate
 
 

@@ -6,7 +6,10 @@ Per rank, for P trained elements cut over N data-parallel ranks, b bytes per wor
     0       bP                 4Pc                     12P
     1       bP                 4Pc                     12P/N
     2       bP                 4P/N · c + two units    12P/N
-    3       bP/N + two units   4P/N · c + two units    12P/N
+    3       bP/N               4P/N · c + two units    12P/N
+
+Scratch, in a row of its own: at zero 3 two units of gathered weights; the copy of the state that a save in the
+background works from.
 
 (Rajbhandari et al. 2020, section 5, with the master weights counted in K = 12 bytes per element.)
 """
@@ -38,19 +41,25 @@ class RankMemory:
     exp_avg_sq: int
     formula: int  # 12P/N, or 12P at stage 0
     padding: int  # elements of the optimizer's tensors that stand for no trained element, in bytes
+    scratch: int = 0  # memory that is used at times: at its most, and not in the total
 
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
 
-def measure(rank: int, tensors: Mapping[str, Sequence[Tensor]], trained: int, cut: int) -> RankMemory:
+def measure(rank: int, tensors: Mapping[str, Sequence[Tensor]], trained: int, cut: int, scratch: int = 0) -> RankMemory:
     """Count what is alive. `tensors`: by purpose, as `ZeroOptimizer.tensors()` gives them. `trained`: P, `cut`: N."""
     counted = {purpose: count_bytes(live) for purpose, live in tensors.items()}
     optimizer = sum(counted[kind] for kind in STATE)
     formula = 12 * trained / cut
     return RankMemory(
-        rank=rank, optimizer=optimizer, formula=round(formula), padding=round(optimizer - formula), **counted
+        rank=rank,
+        optimizer=optimizer,
+        formula=round(formula),
+        padding=optimizer - round(formula),
+        scratch=scratch,
+        **counted,
     )
 
 

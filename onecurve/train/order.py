@@ -26,7 +26,7 @@ class Order:
         """The command that resumes the run in `folder`. Secrets in the mirror's URL are left out."""
         start = ["onecurve"]
         if under_torchrun():
-            start = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "onecurve.cli"]
+            start = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "--", "onecurve.cli"]
         sets = [part for text in self.overrides for part in ("--set", without_secrets(text))]
         restarts = ["--restarts", str(self.restarts)] if self.restarts else []
         return shlex.join([*start, "train", str(self.source), *sets, "--run", str(folder), "--resume", *restarts])

@@ -36,7 +36,7 @@ def check_disk(folder: Path, config: Config) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{folder}: can't be written; choose another --run or change its permissions")
     one = BYTES_PER_ELEMENT * sum(spec.numel for spec in parameters(config.model))
-    kept = sum(f.stat().st_size for f in (folder / "checkpoints").glob("step-*/rank-*.safetensors"))
+    kept = sum(f.lstat().st_size for f in (folder / "checkpoints").glob("step-*/rank-*.safetensors"))
     copies = config.checkpoint.keep + 1
     needed = one * copies - kept
     free = shutil.disk_usage(folder).free
@@ -51,7 +51,7 @@ def check_memory(config: Config, ranks_here: int, available: int | None) -> None
     """`available` bytes against what the ranks of this host hold for sure; None where it can't be known."""
     costs = rank_costs(config)
     copy = costs[0].optimizer + costs[0].padding if config.checkpoint.background else 0
-    one = max(cost.weights + cost.gradients + cost.optimizer + cost.padding for cost in costs) + copy
+    one = max(cost.total for cost in costs) + copy
     if available is not None and one * ranks_here > available:
         raise InputError(
             f"{human_bytes(available)} of memory are free, but {ranks_here} ranks need {human_bytes(one * ranks_here)} "
@@ -87,7 +87,8 @@ def dry_batch(config: Config) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # this process may fork ranks, and they could not use a pool that was made here
     try:
-        model, seed = new_model(config), config.train.seed
+        with torch.random.fork_rng(devices=[]):  # torch's layers draw weights before ours replace them
+            model, seed = new_model(config), config.train.seed
         batch = next(iter(new_loader(config).micro_batches(0, [0])))
         loss_sum, tokens = token_loss(model(batch.inputs, (seed, *batch.place)), batch.targets)
         loss_sum.backward()

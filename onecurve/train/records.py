@@ -84,7 +84,9 @@ def log_event(folder: Path, event: str, step: int, **details: Any) -> None:
     line goes to stderr instead: an event often tells of an error, and must not hide it behind one of its own."""
     line = json.dumps({"event": event, "step": step, "time": time.time(), **details}) + "\n"
     try:
-        with (folder / EVENTS).open("a", encoding="utf-8") as file:
-            file.write(line)
+        with (folder / EVENTS).open("ab+") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                line = "\n" + line  # a full disk has torn the one before
+            file.write(line.encode())
     except OSError as error:
         print(f"onecurve: {folder / EVENTS}: {error.strerror or error}; not recorded: {line}", end="", file=sys.stderr)

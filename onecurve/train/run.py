@@ -74,10 +74,13 @@ def run_once(plan: Plan, attempt: int) -> None:
     bar = Progress(steps, start=newest_step(plan.folder)) if sys.stderr.isatty() else None
 
     def show(step: int, total: int | None, text: str) -> None:
-        loss, _, speed = text.partition(" ")
-        if bar is not None and speed:
-            known = None if loss == "None" else float(loss)  # a step without a token has none
-            bar.update(step, loss=known, tokens_per_second=float(speed))
+        if bar is None or not text:
+            return
+        try:  # a step without a token has no loss, a run that doesn't evaluate no val_loss
+            loss, speed, val_loss = (None if word == "None" else float(word) for word in text.split())
+        except ValueError:
+            return  # torn by a write at the same time; the next one comes soon
+        bar.update(step, loss=loss, tokens_per_second=speed, val_loss=val_loss)
 
     try:
         run_ranks(

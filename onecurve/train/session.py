@@ -20,7 +20,7 @@ from onecurve.launch import RankContext
 from onecurve.model import GPT
 from onecurve.optim import Schedule
 from onecurve.parallel import Mesh, ZeroOptimizer
-from onecurve.report.console import Progress
+from onecurve.report.console import Progress, say_on
 from onecurve.train.evaluate import evaluate
 from onecurve.train.guard import Guard, GuardState, Rollback
 from onecurve.train.memory import RankMemory, aggregate, measure
@@ -47,6 +47,7 @@ class Session:
     metrics: Metrics | None = None
     lines: Progress | None = None  # off a terminal rank 0 prints a line per step; on one the launcher draws a bar
     step: int = 0
+    val_loss: float | None = None  # the last one, for the bar
     saved_at: float = field(default_factory=time.monotonic)
     memory: tuple[int, float] | None = None  # maximum and mean over ranks, once measured
 
@@ -65,7 +66,7 @@ class Session:
     def say(self, text: str) -> None:
         """One line on stderr for the person who watches, once per run."""
         if self.leader and not self.plan.quiet:
-            print(f"onecurve: {text}", file=sys.stderr, flush=True)
+            say_on(sys.stderr, f"onecurve: {text}")
 
     def learning_rate(self, step: int) -> float:
         """The rate that update `step` (1-based) uses, a rehearsed fault included."""
@@ -99,8 +100,12 @@ class Session:
         if self.metrics is not None:
             self.metrics.write(row)
         if self.lines is not None:
-            self.lines.update(row["step"], loss=row["loss"], tokens_per_second=row["tokens_per_second"])
-        self.context.progress(self.step, self.config.train.steps, f"{row['loss']} {row['tokens_per_second']}")
+            shown = {name: row.get(name) for name in ("loss", "val_loss", "tokens_per_second")}
+            self.lines.update(row["step"], **shown)
+        self.val_loss = row.get("val_loss", self.val_loss)
+        numbers = (row["loss"], row["tokens_per_second"], self.val_loss)
+        text = " ".join("None" if number is None else f"{number:.6g}" for number in numbers)
+        self.context.progress(self.step, self.config.train.steps, text)
 
     def keep_alive(self) -> bool:
         """A sign of life within a step; whether this rank was asked to stop."""
@@ -118,8 +123,16 @@ class Session:
         self._note_saves(lambda: self.saver.poll(all_ready))
 
     def close(self) -> None:
-        """Wait for what is still being written. Collective."""
+        """Wait for what is still being written, and copied to the mirror. Collective."""
+        self._note_saves(self.saver.drain)
+        if (mirror := self.saver.mirror) is not None:
+            # Copies may take longer than the ranks wait for each other, so they keep in touch meanwhile.
+            while any(busy == b"1" for busy in self.mesh.share(b"1" if mirror.waiting else b"0")):
+                self.keep_alive()
+                time.sleep(0.1)
         self._note_saves(self.saver.close)
+        if self.memory is not None:
+            self.measure_memory()  # again: now the copies that saves work from are there
 
     def _note_saves(self, work: Callable[[], list[Manifest]]) -> None:
         """Do it, and record what came of it. A save that failed ends the run, in this call or a later one: a run that
@@ -215,12 +228,12 @@ class Session:
         """Count live tensors on every rank, once all buffers exist, and write memory.json. Collective."""
         trained = self.optimizer.share.numel
         cut = 1 if self.optimizer.stage == 0 else self.mesh.dp
-        mine = measure(self.mesh.rank, self.optimizer.tensors(), trained, cut)
+        scratch = self.saver.scratch_bytes + self.optimizer.gathered_bytes
+        mine = measure(self.mesh.rank, self.optimizer.tensors(), trained, cut, scratch)
         profile = [RankMemory(**json.loads(row)) for row in self.mesh.share(json.dumps(asdict(mine)).encode())]
         maximum, mean = self.memory = aggregate(profile)
         if self.leader:
-            scratch = self.saver.scratch_bytes
-            rows = [asdict(row) | {"scratch": scratch, "total": row.total} for row in profile]
+            rows = [asdict(row) | {"total": row.total} for row in profile]
             write_json(self.plan.folder / "memory.json", {"ranks": rows, "maximum": maximum, "mean": mean})
 
 

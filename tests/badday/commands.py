@@ -182,7 +182,7 @@ class Run:
     def start(self, *sets: str, resume: bool = False, flags: tuple[str, ...] = (), **options: Any) -> Command:
         settings = [part for text in (*self.sets, *sets) for part in ("--set", text)]
         more = ("--resume", *flags) if resume else flags
-        output = self.folder.with_name(f"{self.folder.name}-{self.output}")
+        output = self.config.parent / f"{self.folder.name}-{self.output}"  # not beside the run: that disk may be full
         self.last = Command("train", self.config, "--run", self.folder, *settings, *more, output=output, **options)
         return self.last
 

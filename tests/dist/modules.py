@@ -89,6 +89,17 @@ class Unused(Base):
         return super().forward(x, step, leaf, micro)
 
 
+class Sparse(Base):
+    """A unit that only one leaf uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = Part(40)
+
+    def forward(self, x: Tensor, step: int, leaf: int, micro: int) -> Tensor:
+        return super().forward(self.rare(x) if leaf == 2 else x, step, leaf, micro)
+
+
 class Mixed(Base):
     """Two working dtypes in one model, and in one unit."""
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from onecurve.errors import RunFailed
 from onecurve.parallel import Mesh
 from tests.dist.harness import run_dist
-from tests.dist.modules import MODULES, OnlyTiny, loss_of
-from tests.dist.training import tensor, train
+from tests.dist.modules import MODULES, OnlyTiny, Sparse, loss_of
+from tests.dist.training import draw, tensor, train
 
 LEAVES = 5  # at W = 3 and 4 some ranks have no leaf in the last tick
 
@@ -70,7 +71,7 @@ def test_it_is_the_curve_of_plain_pytorch(name, accumulate, alone):
         places = [(step, leaf, micro) for leaf in range(LEAVES) for micro in range(accumulate)]
         total = sum(_double_loss(model, *place) for place in places)
         (total / (3 * len(places))).backward()
-        losses.append(float(total) / (3 * len(places)))
+        losses.append(total.item() / (3 * len(places)))
         torch.nn.utils.clip_grad_norm_(trained.values(), 3.0)
         adamw.step()
     rows, state = alone(name)[0 if accumulate == 1 else 4]
@@ -82,8 +83,6 @@ def test_it_is_the_curve_of_plain_pytorch(name, accumulate, alone):
 
 
 def _double_loss(model, step, leaf, micro):
-    from tests.dist.training import draw
-
     x, y = draw(step, leaf, micro, 1, shape=(3, 5)), draw(step, leaf, micro, 2, shape=(3, 5))
     return (model(x.double(), step, leaf, micro) - y.double()).square().sum()
 
@@ -98,3 +97,18 @@ def test_a_rank_may_own_padding_alone():
         return sum(r.length for r in optimizer.owned())
 
     assert run_dist(held, 4) == [8, 24, 1, 0]
+
+
+def test_a_unit_that_only_some_leaves_use_is_one_curve_where_weights_are_whole():
+    """At stage 3 all leaves must call the same units: ranks that do not are told so, and do not hang."""
+
+    def work(context, stages):
+        mesh = Mesh(dp=context.world, limit=10.0)
+        return [train(mesh, Sparse, loss_of, stage=stage, leaves=LEAVES) for stage in stages]
+
+    (alone,) = run_dist(work, 1, [0])
+    for width in (2, 3):
+        for found in run_dist(work, width, [0, 1, 2]):
+            assert found == alone * 3
+    with pytest.raises(RunFailed, match="out of step"):
+        run_dist(work, 2, [3])

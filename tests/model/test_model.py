@@ -31,9 +31,9 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     assert not torch.equal(a.head.weight, GPT(**SMALL, seed=6).head.weight)
 
 
-def test_training_consumes_no_global_generator():
-    model = GPT(**SMALL | {"dropout": 0.1}, seed=5)
+def test_building_and_training_consume_no_global_generator():
     before = torch.get_rng_state()
+    model = GPT(**SMALL | {"dropout": 0.1}, seed=5)
     token_loss(model(tokens(), KEY), tokens())[0].backward()
     assert torch.equal(torch.get_rng_state(), before)
 

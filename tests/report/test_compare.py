@@ -153,8 +153,8 @@ def test_settings_name_curve_layout_and_numerics(tmp_path: Path) -> None:
     assert compare_runs(a, b).settings == [
         ("curve", "optimizer.lr", "0.005", "0.1"),
         ("curve", "faults.lr_multiplier", "none", "{ step = 1, factor = 2.0 }"),
-        ("layout", "layout.dp", "4", "1"),
         ("curve", "curve_id", '"ab"', '"cd"'),
+        ("layout", "layout.dp", "4", "1"),
         ("numerics", "numerics.torch", '"2.13.0"', '"2.9.0"'),
     ]
 
@@ -165,3 +165,14 @@ def test_ulps() -> None:
     assert ulps_apart(-5e-324, 5e-324) == 2
     assert ulps_apart(1.0, 2.0) == 2**52
     assert ulps_apart(math.nan, 1.0) is None
+
+
+def test_each_setting_is_told_once_and_a_transport_that_was_chosen_too(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, ROWS, f"numerics.threads={n}") for name, n in (("a", 1), ("b", 2))]
+    for run, threads, transport in zip(runs, (1, 2), ("shm", "p2p"), strict=True):
+        record = {"layout": {"transport": transport}, "numerics": {"threads": threads}}
+        (run / "run.json").write_text(json.dumps(record))
+    assert compare_runs(*runs).settings == [
+        ("layout", "layout.transport", '"shm"', '"p2p"'),
+        ("numerics", "numerics.threads", "1", "2"),
+    ]

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from onecurve.report.console import Progress, human_bytes, human_seconds, table
+from onecurve.report.console import Progress, Stages, human_bytes, human_seconds, table
 
 
 class Terminal(io.StringIO):
@@ -56,6 +56,15 @@ def test_log_every_zero_shows_the_last_step_only() -> None:
     assert len(stream.getvalue().splitlines()) == 1
 
 
+def test_a_validation_loss_always_has_its_line() -> None:
+    stream = io.StringIO()
+    with Progress(20, log_every=10, stream=stream) as progress:
+        progress.update(7, loss=2.5, val_loss=2.25)
+        progress.update(8, loss=2.5)
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("step 7/20  loss 2.5000  val_loss 2.2500  ")
+
+
 def test_on_a_terminal_it_draws_a_bar_without_a_thread() -> None:
     stream, before = Terminal(), threading.active_count()
     with Progress(20, start=10, stream=stream) as progress:
@@ -67,3 +76,18 @@ def test_on_a_terminal_it_draws_a_bar_without_a_thread() -> None:
     text = stream.getvalue()
     assert "step 20/20" in text and "loss 2.5000" in text and "1,000 tokens/s" in text and "left" in text
     assert "checkpoint [bold]10[/bold]" in text  # taken as it is
+
+
+def test_stages_are_a_line_each_off_a_terminal_and_one_line_on_it() -> None:
+    plain, screen = io.StringIO(), Terminal()
+    for stream in (plain, screen):
+        with Stages("layouts", stream) as stages:
+            stages.update(0, 2, "dp 1")
+            stages.update(1, 2, "dp 2")
+            stages.update(2, 2, "")
+    assert [line.split(":")[-1] for line in plain.getvalue().splitlines()] == [" dp 1", " dp 2"]
+    assert "\n" not in screen.getvalue() and screen.getvalue().endswith("\r\x1b[K")
+    with pytest.raises(ZeroDivisionError), Stages("layouts", screen) as stages:
+        stages.update(0, 2, "dp 1")
+        raise ZeroDivisionError
+    assert screen.getvalue().endswith("\n")  # what comes next does not write over it

@@ -47,8 +47,9 @@ def test_the_stages_follow_the_table(zero: int) -> None:
     p, n = 29_824, 4
     unit = 12_576  # a block
     cost = rank_costs(load_config(DEMO, [f"layout.zero={zero}"]))[0]
-    assert cost.weights == (4 * p if zero < 3 else 4 * (p // n + 2 * unit))
-    assert cost.gradients == (4 * p if zero < 2 else 4 * (p // n + 2 * unit))
+    assert cost.weights == (4 * p if zero < 3 else p)
+    assert cost.gradients == (4 * p if zero < 2 else 4 * (2 * p // n + 2 * unit))  # 4 leaves: 2 buffers in the counter
+    assert cost.scratch == (0 if zero < 3 else 4 * 2 * -(-unit // 64) * 64)  # two units, each cut on the 16-grid by 4
     assert cost.optimizer == (12 * p if zero == 0 else 12 * p // n)
 
 

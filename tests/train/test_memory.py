@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from onecurve.config import load_config
+from onecurve.config import Config, load_config
 from onecurve.launch import RankContext
 from onecurve.model.gpt import token_loss
 from onecurve.parallel import Mesh, ZeroOptimizer, replicate
+from onecurve.parallel.ownership import OwnershipTable
+from onecurve.report.plan import parameters, rank_costs
 from onecurve.train.memory import STATE, count_bytes, measure
 from onecurve.train.parts import new_loader, new_model
 from tests.commands import DEMO, rows, train_here
@@ -68,3 +70,44 @@ def test_nothing_that_lives_is_left_out(stage: int, transport: str) -> None:
 
     for found, counted in run_dist(work, 3):
         assert found == counted
+
+
+LAYOUTS = [
+    (),
+    ("layout.dp=3",),
+    ("layout.dp=1",),
+    ("train.leaves=8",),
+    ("train.leaves=8", "layout.dp=3"),
+    ("train.accumulate=2",),
+    ("model.tied=true",),
+    ("model.tied=true", "layout.dp=3", "train.accumulate=2", "train.leaves=7"),
+    ("layout.transport=p2p", "layout.dp=2"),
+    ("layout.transport=alltoall", "train.leaves=6"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=[" ".join(sets) or "demo" for sets in LAYOUTS])
+@pytest.mark.parametrize("zero", range(4))
+def test_the_plan_is_what_is_measured(zero: int, layout: tuple[str, ...], tmp_path: Path) -> None:
+    """Row by row: each formula, with the padding and scratch that the plan names, is what memory.json counts."""
+    sets = (f"layout.zero={zero}", "train.steps=2", *layout)
+    assert train_here(tmp_path / "run", *sets) == 0
+    config = load_config(DEMO, sets)
+    copied = any("transport" in setting for setting in layout)  # what was received is given back after the step
+    for row, cost in zip(profile(tmp_path / "run")["ranks"], rank_costs(config), strict=True):
+        expected = {
+            "parameters": cost.weights + cost.weights_padding,
+            "gradients": cost.gradients + cost.gradients_padding - (cost.counters if copied else 0),
+            "formula": cost.optimizer,
+            "padding": cost.padding,
+            "optimizer": cost.optimizer + cost.padding,
+            "scratch": cost.scratch + 12 * owned(config, row["rank"]),
+        }
+        assert {name: row[name] for name in expected} == expected
+
+
+def owned(config: Config, rank: int) -> int:
+    """Elements in the copy that a save in the background works from."""
+    layout = config.layout
+    table = OwnershipTable(parameters(config.model), dp=layout.dp, stage=layout.zero)
+    return sum(place.length for place in table.owned(rank))

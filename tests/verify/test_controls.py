@@ -2,10 +2,12 @@
 
 import pytest
 
-from onecurve.cli import main
-from onecurve.verify import controls
+from onecurve.cli import main as command
+from onecurve.config import load_config
+from onecurve.verify import controls, prove
 from onecurve.verify.controls import CONTROLS, Control
-from tests.controls import ODD, run
+from tests.commands import ROOT
+from tests.controls import ODD, layouts, main, run
 
 # control -> a layout that breaks with it (dp, zero), what differs first, and at which step
 CAUGHT = {
@@ -25,8 +27,10 @@ CAUGHT = {
 }
 
 
-def test_every_control_is_tested():
+def test_every_control_is_tested_and_documented():
     assert CAUGHT.keys() == CONTROLS.keys()
+    text = (ROOT / "docs" / "determinism.md").read_text()
+    assert [name for name in CONTROLS if text.count(f"`{name}`") < 2] == []  # with its rule, and with what it broke
 
 
 @pytest.mark.parametrize("control", CAUGHT)
@@ -53,5 +57,22 @@ def test_the_rehearsed_nan_itself_breaks_no_layout(monkeypatch):
 
 def test_an_unknown_control_is_refused(monkeypatch, capsys):
     monkeypatch.setenv(controls.ENVIRONMENT, "ring-some")
-    assert main(["verify", str(ODD), "--quick"]) == 2
+    assert command(["verify", str(ODD), "--quick"]) == 2
     assert "ring-some" in (told := capsys.readouterr().err.splitlines()[-1]) and "ring-sum" in told
+
+
+def test_a_ring_of_two_ranks_breaks_nothing():
+    """Why the controls run on four: two numbers have one sum, whichever comes first."""
+    assert run("ring-sum", ((2, 1),), steps=2).same
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_control_on_every_layout():
+    assert main() == 0
+
+
+@pytest.mark.slow
+def test_two_threads_at_every_width_are_one_curve():
+    config = load_config(ODD, ["numerics.threads=2", "train.steps=3"])
+    assert prove(config, combinations=layouts(config, ((4, 1), (3, 3)))).same
