@@ -4,17 +4,21 @@ Every x is scaled by the power of two above the global maximum, squared in fp64 
 once to a 48-bit integer. Integer sums are associative, so ranks add theirs in any order:
 
     1. share the local maximum  (NaN counts as infinity)   -> the common exponent
-    2. share the local sum of integers                     -> the same norm on every rank
+       and the local sum of integers for the exponent of the last time
+    2. only if the exponent moved: share the local sum     -> the same norm on every rank
 """
 
 import math
-from collections.abc import Iterable
+import struct
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 14  # elements: 2^14 values below 2^48 stay below 2^62 in int64
-BLOCK = 1 << 16  # elements handled at once, so that the fp64 temporaries stay in cache
+BLOCK = 1 << 15  # elements handled at once: their fp64 temporaries stay in cache, their sum stays below 2^64
+ONE = 1 << 52  # fp64 numbers in [2^52, 2^53) are integers, and their bits count up with them
+ONE_BITS = 0x433 << 52  # the bits of 2.0^52
+MESSAGE = struct.Struct("<d16s")  # largest element, sum of squares
 
 
 def local_max(x: Tensor) -> float:
@@ -33,11 +37,13 @@ def local_squares(x: Tensor, maximum: float) -> int:
     """
     if maximum == 0.0:
         return 0
-    scale = math.ldexp(1.0, 24 - math.frexp(maximum)[1])
+    one = torch.tensor(float(ONE), dtype=torch.float64)
+    scale = math.ldexp(1.0, 48 - 2 * math.frexp(maximum)[1])
     total = 0
     for block in x.split(BLOCK):
-        squares = block.to(torch.float64).mul_(scale).square_().round_().to(torch.int64)
-        total += sum(int(chunk.sum()) for chunk in squares.split(CHUNK))
+        wide = block.to(torch.float64)
+        bits = torch.addcmul(one, wide, wide, value=scale).view(torch.int64)  # 2^52 + the rounded square
+        total += (int(bits.sum()) - block.numel() * ONE_BITS) % (1 << 64)  # the sum wraps around, and back
     return total
 
 
@@ -55,3 +61,34 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
     flat = [t.detach().reshape(-1).float() for t in tensors]
     maximum = max((local_max(t) for t in flat), default=0.0)
     return norm(sum(local_squares(t, maximum) for t in flat), maximum) if math.isfinite(maximum) else math.inf
+
+
+class SharedNorm:
+    """The norm of a vector that is cut over the ranks, time and again: share every rank's `message`, then `of`.
+
+    Takes one round where the maximum has the exponent of the last time, which is the rule, else two.
+    """
+
+    def __init__(self, share: Callable[[bytes], list[bytes]]) -> None:
+        self._share = share
+        self._expected = 1.0
+
+    def message(self, mine: Sequence[Tensor]) -> bytes:
+        """What every rank has to know of this rank's parts (fp32, 1-D); `MESSAGE.size` bytes."""
+        largest = max((local_max(t) for t in mine), default=0.0)
+        fits = largest < math.ldexp(1.0, math.frexp(self._expected)[1])
+        return MESSAGE.pack(largest, self._squares(mine) if fits else b"")
+
+    def of(self, mine: Sequence[Tensor], messages: Sequence[bytes]) -> float:
+        """The norm, given every rank's message; inf where any element is not finite. Collective."""
+        told = [MESSAGE.unpack(m) for m in messages]
+        maximum = max(largest for largest, _ in told)
+        if not math.isfinite(maximum) or maximum == 0.0:
+            return maximum
+        moved = math.frexp(maximum)[1] != math.frexp(self._expected)[1]
+        self._expected = maximum
+        squares = self._share(self._squares(mine)) if moved else [own for _, own in told]
+        return norm(sum(int.from_bytes(own, "little") for own in squares), maximum)
+
+    def _squares(self, mine: Sequence[Tensor]) -> bytes:
+        return sum(local_squares(t, self._expected) for t in mine).to_bytes(16, "little")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from onecurve.parallel.bands import Band, GradientSpace, Pool
-from onecurve.parallel.transports import Transport
+from onecurve.parallel.transports import Route, Transport
 from onecurve.parallel.tree import TreeSum
 from onecurve.parallel.weights import GatheredWeights
 
@@ -44,13 +44,19 @@ class StridedGradients:
             unit = space.unit_of[name]
             self._names[unit].append(name)
             self._places[name] = space.start[name] - self._base(unit, name)
+        self._routes: dict[Band, list[Route]] = {}  # each rank's part of a band, in its unit's buffer
         for unit, bands in space.unit_bands.items():
-            self._sizes[unit] = sum(band.length for band in bands)
+            self._sizes[unit] = 0
+            for band in bands:
+                base = 0 if accumulate > 1 else band.source - self._sizes[unit]
+                self._routes[band] = band.routes(space.share, base)
+                self._sizes[unit] += band.length
         self._whole: Tensor | None = None
         self._buffers: list[Tensor] = []
         self._free: list[Tensor] = []
         self._retired: Tensor | None = None
-        self._views: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+        self._in_work: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}  # unit -> its buffer, and each leaf's view
+        self._views: dict[tuple[str, int], dict[str, Tensor]] = {}  # those views, by unit and address of the buffer
         self._trees: dict[Band, TreeSum] = {}
         self._pools: list[Pool] = []
         for bands in space.unit_bands.values():
@@ -147,18 +153,20 @@ class StridedGradients:
 
     def _buffer(self, unit: str) -> tuple[Tensor, dict[str, Tensor]]:
         """The buffer of a unit in this leaf and its views, zeroed when first asked for."""
-        if unit not in self._views:
+        if unit not in self._in_work:
             if self._whole is not None:
-                views = self._space.views(self._whole, self._names[unit], self._space.start)
-                self._views[unit] = (self._whole, views)
+                buffer, places = self._whole, self._space.start
             else:
                 if not self._free:
                     self._buffers.append(self._transport.empty(max(self._sizes.values()), torch.float32))
                     self._free.append(self._buffers[-1])
-                buffer = self._free.pop()
+                buffer, places = self._free.pop(), self._places
                 buffer[: self._sizes[unit]].zero_()
-                self._views[unit] = (buffer, self._space.views(buffer, self._names[unit], self._places))
-        return self._views[unit]
+            key = (unit, buffer.data_ptr())
+            if key not in self._views:
+                self._views[key] = self._space.views(buffer, self._names[unit], places)
+            self._in_work[unit] = (buffer, self._views[key])
+        return self._in_work[unit]
 
     def _flush(self, *, everything: bool) -> None:
         """Exchange the units that are next in the fixed order and whose gradients are all there."""
@@ -172,7 +180,7 @@ class StridedGradients:
                 if self._retired is not None:
                     self._free.append(self._retired)
                 self._retired = buffer
-                del self._views[unit]
+                del self._in_work[unit]
 
     def _exchange(self, unit: str, buffer: Tensor | None) -> None:
         """Send this tick's gradient of `unit` (None: this rank has no leaf) and push those of all ranks."""
@@ -180,14 +188,11 @@ class StridedGradients:
         tick = self._tick if buffer is not None else self._ticks - 1
         first = tick * transport.size
         counts = [int(first + rank < self._leaves) for rank in range(transport.size)]
-        at = 0
         for band in self._space.unit_bands[unit]:
-            base = 0 if self._whole is not None else band.source - at
-            routes = band.routes(self._space.share, base)
+            routes = self._routes[band]
             received = transport.exchange([buffer] if buffer is not None else [], counts, routes)
             if routes[transport.rank][1] > routes[transport.rank][0]:
                 for rank, parts in enumerate(received):
                     for part in parts:
                         self._trees[band].push(first + rank, 1, part, writable=not transport.zero_copy)
                 self._trees[band].settle()
-            at += band.length

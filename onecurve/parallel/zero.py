@@ -3,10 +3,9 @@
 One call of `step` is, on every rank:
 
     1. exchange    partial gradient sums go to each range's owner, who finishes the tree  (contiguous.py, strided.py)
-    2. share       losses per leaf, token counts, largest gradient element                48 bytes or so
-    3. share       exact sum of squares -> the gradient norm; one verdict, everywhere     16 bytes
-    4. update      gradient x (clip factor / tokens), AdamW on the ranges this rank holds
-    5. all-gather  masters, rounded to the working dtype, to whoever computes with them   (weights.py)
+    2. share       losses per leaf, token counts, sum of squares -> loss, norm, verdict   60 bytes or so (norms.py)
+    3. update      gradient x (clip factor / tokens), AdamW on the ranges this rank holds
+    4. all-gather  masters, rounded to the working dtype, to whoever computes with them   (weights.py)
 
 The stages differ only in what is cut by W data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also the
 gradients, 3 also the working weights. No stage, width or transport changes a bit.
@@ -25,7 +24,7 @@ from onecurve.optim.adamw import AdamW
 from onecurve.parallel.bands import GradientSpace
 from onecurve.parallel.contiguous import ContiguousGradients
 from onecurve.parallel.mesh import Mesh
-from onecurve.parallel.norms import local_max, local_squares, norm
+from onecurve.parallel.norms import MESSAGE, SharedNorm
 from onecurve.parallel.ownership import OwnedRange, OwnershipTable
 from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference, tell_difference
 from onecurve.parallel.strided import StridedGradients
@@ -119,6 +118,8 @@ class ZeroOptimizer:
         else:
             self.weights = WholeWeights(self.share, trained, mesh.transport)
         self.weights.refresh(self.master)
+        self._gradient_norm = SharedNorm(mesh.transport.share)
+        self._master_norm = SharedNorm(mesh.transport.share)
         self._segments = self._decay_segments()
         self._begin_step()
 
@@ -224,7 +225,8 @@ class ZeroOptimizer:
 
     def parameter_norm(self) -> float:
         """The norm of all trained parameters (masters), by exact integers. Collective."""
-        return self._global_norm([(0, self.master)])
+        mine = self._primary([(0, self.master)])
+        return self._master_norm.of(mine, self.mesh.transport.share(self._master_norm.message(mine)))
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The live tensors by what they are for: what a memory profile counts."""
@@ -247,28 +249,27 @@ class ZeroOptimizer:
         self._losses = [0.0] * len(self.leaf_ids)
 
     def _agree(self, gradient: Sequence[tuple[int, Tensor]], vote: int, replica: int) -> Stats:
-        """One message each: losses, tokens, votes and the largest element; then the sum of squares."""
+        """One message from each rank: losses, tokens, votes and what the norm needs."""
         most = -(-self.leaves // self.mesh.dp)
-        form = struct.Struct(f"<dqqQ{most}d")
+        form = struct.Struct(f"<qqQ{most}d")
         mine = self._primary(gradient)
-        largest = max((local_max(t) for t in mine), default=0.0)
         losses = self._losses + [0.0] * (most - len(self._losses))
-        messages = [
-            form.unpack(m) for m in self.mesh.transport.share(form.pack(largest, self._tokens, vote, replica, *losses))
-        ]
-        maximum = max(m[0] for m in messages)
-        tokens = sum(m[1] for m in messages)
+        told = self.mesh.transport.share(
+            self._gradient_norm.message(mine) + form.pack(self._tokens, vote, replica, *losses)
+        )
+        messages = [form.unpack_from(m, MESSAGE.size) for m in told]
+        tokens = sum(m[0] for m in messages)
         votes = 0
         by_leaf = [0.0] * self.leaves
         for rank, message in enumerate(messages):
-            votes |= message[2]
-            for leaf, loss in zip(self._leaves_of(rank), message[4:], strict=False):
+            votes |= message[1]
+            for leaf, loss in zip(self._leaves_of(rank), message[3:], strict=False):
                 by_leaf[leaf] = loss
         total = tree_sum(by_leaf)
-        finite = math.isfinite(total) and math.isfinite(maximum)
-        size = self._sum_norm(mine, maximum)
+        size = self._gradient_norm.of(mine, [m[: MESSAGE.size] for m in told])
+        finite = math.isfinite(total) and math.isfinite(size)
         loss, size = (total / tokens, size / tokens) if tokens else (math.nan, 0.0)
-        return Stats(loss, size, tokens, finite, votes, tuple(m[3] for m in messages))
+        return Stats(loss, size, tokens, finite, votes, tuple(m[2] for m in messages))
 
     def _leaves_of(self, rank: int) -> Sequence[int]:
         width = self.mesh.dp
@@ -280,19 +281,6 @@ class ZeroOptimizer:
             return [t for _, t in vector]
         (space,) = self.share.spaces
         return [t[self.mesh.dp_rank * space.width : (self.mesh.dp_rank + 1) * space.width] for _, t in vector]
-
-    def _global_norm(self, vector: Sequence[tuple[int, Tensor]]) -> float:
-        mine = self._primary(vector)
-        largest = struct.pack("<d", max((local_max(t) for t in mine), default=0.0))
-        maximum = max(struct.unpack("<d", m)[0] for m in self.mesh.transport.share(largest))
-        return self._sum_norm(mine, maximum)
-
-    def _sum_norm(self, mine: Sequence[Tensor], maximum: float) -> float:
-        if not math.isfinite(maximum):
-            return math.inf
-        squares = sum(local_squares(t, maximum) for t in mine)
-        messages = self.mesh.transport.share(squares.to_bytes(16, "little"))
-        return norm(sum(int.from_bytes(m, "little") for m in messages), maximum)
 
     def _update(self, gradient: Sequence[tuple[int, Tensor]], stats: Stats, lr: float) -> None:
         clip_factor = self.clip / stats.norm if 0.0 < self.clip < stats.norm else 1.0

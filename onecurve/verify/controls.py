@@ -21,9 +21,10 @@ from torch import Tensor
 from onecurve.data.loader import Loader
 from onecurve.errors import InputError
 from onecurve.model import gpt
-from onecurve.parallel import ownership, zero
+from onecurve.parallel import norms, ownership, zero
 from onecurve.parallel.bands import Band, GradientSpace
 from onecurve.parallel.contiguous import ContiguousGradients
+from onecurve.parallel.norms import SharedNorm
 from onecurve.parallel.strided import StridedGradients
 from onecurve.parallel.tree import TreeSum, contiguous_leaves
 from onecurve.parallel.zero import Stats, ZeroOptimizer
@@ -166,14 +167,12 @@ def tied_together(rank: int) -> None:
 def float_norm(rank: int) -> None:
     """Squares are added in fp32, per shard and then over ranks, as a backend's all-reduce does."""
 
-    def sum_norm(self: ZeroOptimizer, mine: Sequence[Tensor], maximum: float) -> float:
-        if not math.isfinite(maximum):
-            return math.inf
+    def of(self: SharedNorm, mine: Sequence[Tensor], messages: Sequence[bytes]) -> float:
         local = sum((t.square().sum() for t in mine), torch.zeros(()))
-        messages = self.mesh.transport.share(struct.pack("<f", float(local)))
-        return math.sqrt(torch.tensor([struct.unpack("<f", m)[0] for m in messages]).sum().item())
+        shared = self._share(struct.pack("<f", float(local)))
+        return math.sqrt(torch.tensor([struct.unpack("<f", m)[0] for m in shared]).sum().item())
 
-    _replace(ZeroOptimizer, "_sum_norm", lambda _: sum_norm)
+    _replace(SharedNorm, "of", lambda _: of)
 
 
 def off_grid(rank: int) -> None:
@@ -269,8 +268,8 @@ def lose_nan(rank: int) -> None:
     def dropping(original: Callable[[Tensor], float]) -> Callable[[Tensor], float]:
         return lambda x: original(x if rank == 0 else x[x.isfinite()])
 
-    _replace(zero, "local_max", dropping)
-    _replace(zero, "local_squares", lambda original: lambda x, maximum: original(x.nan_to_num(0.0), maximum))
+    _replace(norms, "local_max", dropping)
+    _replace(norms, "local_squares", lambda original: lambda x, maximum: original(x.nan_to_num(0.0), maximum))
 
 
 CONTROLS: dict[str, Control] = {
