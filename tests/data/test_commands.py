@@ -97,9 +97,9 @@ def test_no_permission(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     ("tokens", "more", "words"),
     [
         (0, {}, ("it is empty (0 tokens)", "at least 17")),
-        (1, {}, ("1 tokens are shorter than one window", "17")),
+        (1, {}, ("1 token is shorter than one window", "17")),
         (CONTEXT, {}, ("16 tokens are shorter than one window", "at most 15")),
-        (CONTEXT + 1, {}, ("17 tokens make 1 windows", "one step draws 4", "at least 65")),
+        (CONTEXT + 1, {}, ("17 tokens make 1 window", "one step draws 4", "at least 65")),
         (3 * CONTEXT + 1, {}, ("make 3 windows", "one step draws 4", "at least 65")),  # fewer windows than ranks
         (500, {"model.vocab": 256}, ("vocabulary of 257, model.vocab is 256",)),
         (500, {"observe.eval_every": 1}, ("held-out part has 0 tokens", "observe.eval_every = 0")),

@@ -89,7 +89,7 @@ def test_how_often_it_is_evaluated_changes_no_bit(corpus: Path, reference: Path,
     assert curve(tmp_path / "run") == curve(reference) and not evaluations(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("dp", "place", "step"), [(4, "forward", 6), (2, "save", 8), (3, "evaluation", 5)])
+@pytest.mark.parametrize(("dp", "place", "step"), [(4, "forward", 6), (2, "save", 8), (3, "evaluation", 6)])
 def test_killed_in_the_middle_and_resumed_at_another_width(
     dp: int, place: str, step: int, corpus: Path, reference: Path, tmp_path: Path
 ) -> None:
