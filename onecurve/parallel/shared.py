@@ -42,6 +42,7 @@ class SharedMemory:
         self._segments: list[tuple[Tensor, int, int]] = []  # own: (bytes, descriptor, address)
         self._announced = 0
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (rank, segment) -> bytes of another rank
+        self._views: dict[tuple, Tensor] = {}  # of what was read there: the same places come at every step
         self._inbox: dict[int, dict[int, tuple[int, bytes]]] = {peer: {} for peer in self._others()}
         self._peers = self._connect(share_any)
 
@@ -62,21 +63,19 @@ class SharedMemory:
                 received.append([t[start:stop] for t in mine])
                 continue
             places = PLACE.iter_unpack(self._receive(peer, number, EXCHANGE))
-            received.append([self._read(peer, p, 4 * start, 4 * stop).view(torch.float32) for p in places])
+            received.append([self._read(peer, place, torch.float32, start, stop) for place in places])
         return received
 
     def all_gather(self, out: Tensor, own: Tensor) -> Callable[[], None]:
         number = self._send(GATHER, self._place(own))
-        whole = out.view(torch.uint8)
-        n = own.numel() * own.element_size()
-        mine = whole[self.rank * n : (self.rank + 1) * n]
-        if mine.data_ptr() != own.data_ptr():
-            mine.copy_(own.view(torch.uint8))
+        shards = out.view(self.size, own.numel()).unbind()
+        if shards[self.rank].data_ptr() != own.data_ptr():
+            shards[self.rank].copy_(own)
 
         def wait() -> None:
             for peer in self._others():
                 (place,) = PLACE.iter_unpack(self._receive(peer, number, GATHER))
-                whole[peer * n : (peer + 1) * n].copy_(self._read(peer, place, 0, n))
+                shards[peer].copy_(self._read(peer, place, own.dtype, 0, own.numel()))
 
         return wait
 
@@ -108,12 +107,14 @@ class SharedMemory:
                 return PLACE.pack(index, address - base)
         raise ValueError("a tensor given to the shared-memory transport was not made by its empty()")
 
-    def _read(self, peer: int, place: tuple[int, int], start: int, stop: int) -> Tensor:
-        """Bytes [start, stop) behind a place in a peer's memory."""
-        segment, offset = place
-        if stop == start:
-            return torch.empty(0, dtype=torch.uint8)
-        return self._mapped[peer, segment][offset + start : offset + stop]
+    def _read(self, peer: int, place: tuple[int, int], dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) behind a place in a peer's memory."""
+        key = (peer, place, dtype, start, stop)
+        if key not in self._views:
+            segment, offset = place
+            first, last = (offset + i * dtype.itemsize for i in (start, stop))
+            self._views[key] = self._mapped[peer, segment][first:last].view(dtype)
+        return self._views[key]
 
     def _send(self, kind: int, payload: bytes) -> int:
         """Send one message to every peer, new segments first; returns the operation's number."""
