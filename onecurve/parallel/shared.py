@@ -25,6 +25,8 @@ from onecurve.parallel.transports import Route
 
 HEADER = struct.Struct("<QB")  # operation number, kind
 PLACE = struct.Struct("<IQ")  # segment, offset in bytes
+DESCRIPTOR = struct.Struct("@i")
+ONE_DESCRIPTOR = socket.CMSG_SPACE(DESCRIPTOR.size)  # room for it beside a message
 SEGMENT, EXCHANGE, GATHER, SHARE, HELLO = range(5)
 KINDS = ("segment", "exchange", "all-gather", "share", "hello")
 LARGEST = 1 << 15  # bytes of one message, well below a socket's buffer: a send never waits for the receiver
@@ -146,7 +148,7 @@ class SharedMemory:
         inbox = self._inbox[peer]
         while number not in inbox:
             try:
-                frame, descriptors, _, _ = socket.recv_fds(self._peers[peer], LARGEST, 1)
+                frame, ancillary, _, _ = self._peers[peer].recvmsg(LARGEST, ONE_DESCRIPTOR)
             except OSError as error:
                 raise self._lost(peer, f"waited for rank {peer} in {KINDS[kind]} #{number}", error) from error
             if not frame:
@@ -155,8 +157,9 @@ class SharedMemory:
             payload = frame[HEADER.size :]
             if its_kind == SEGMENT:
                 segment, nbytes = PLACE.unpack(payload)
-                self._mapped[peer, segment] = _map(descriptors[0], nbytes)
-                os.close(descriptors[0])
+                (descriptor,) = DESCRIPTOR.unpack(ancillary[0][2])
+                self._mapped[peer, segment] = _map(descriptor, nbytes)
+                os.close(descriptor)
             else:
                 inbox[found] = (its_kind, payload)
         its_kind, payload = inbox.pop(number)
