@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 15  # elements handled at once: their fp64 temporaries stay in cache, their sum stays below 2^64
-ONE = 1 << 52  # fp64 numbers in [2^52, 2^53) are integers, and their bits count up with them
-ONE_BITS = 0x433 << 52  # the bits of 2.0^52
+BASE = torch.tensor(2.0**52, dtype=torch.float64)  # numbers in [2^52, 2^53) are integers, their bits count with them
+BASE_BITS = 0x433 << 52
 MESSAGE = struct.Struct("<d16s")  # largest element, sum of squares
 
 
@@ -37,13 +37,12 @@ def local_squares(x: Tensor, maximum: float) -> int:
     """
     if maximum == 0.0:
         return 0
-    one = torch.tensor(float(ONE), dtype=torch.float64)
     scale = math.ldexp(1.0, 48 - 2 * math.frexp(maximum)[1])
     total = 0
     for block in x.split(BLOCK):
         wide = block.to(torch.float64)
-        bits = torch.addcmul(one, wide, wide, value=scale).view(torch.int64)  # 2^52 + the rounded square
-        total += (int(bits.sum()) - block.numel() * ONE_BITS) % (1 << 64)  # the sum wraps around, and back
+        bits = torch.addcmul(BASE, wide, wide, value=scale).view(torch.int64)  # 2^52 + the rounded square
+        total += (int(bits.sum()) - block.numel() * BASE_BITS) % (1 << 64)  # the sum wraps around, and back
     return total
 
 

@@ -25,6 +25,8 @@ from onecurve.parallel.transports import Route
 
 HEADER = struct.Struct("<QB")  # operation number, kind
 PLACE = struct.Struct("<IQ")  # segment, offset in bytes
+DESCRIPTOR = struct.Struct("@i")
+ONE_DESCRIPTOR = socket.CMSG_SPACE(DESCRIPTOR.size)  # room for it beside a message
 SEGMENT, EXCHANGE, GATHER, SHARE, HELLO = range(5)
 KINDS = ("segment", "exchange", "all-gather", "share", "hello")
 LARGEST = 1 << 15  # bytes of one message, well below a socket's buffer: a send never waits for the receiver
@@ -42,6 +44,7 @@ class SharedMemory:
         self._segments: list[tuple[Tensor, int, int]] = []  # own: (bytes, descriptor, address)
         self._announced = 0
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (rank, segment) -> bytes of another rank
+        self._views: dict[tuple, Tensor] = {}  # of what was read there: the same places come at every step
         self._inbox: dict[int, dict[int, tuple[int, bytes]]] = {peer: {} for peer in self._others()}
         self._peers = self._connect(share_any)
 
@@ -62,21 +65,19 @@ class SharedMemory:
                 received.append([t[start:stop] for t in mine])
                 continue
             places = PLACE.iter_unpack(self._receive(peer, number, EXCHANGE))
-            received.append([self._read(peer, p, 4 * start, 4 * stop).view(torch.float32) for p in places])
+            received.append([self._read(peer, place, torch.float32, start, stop) for place in places])
         return received
 
     def all_gather(self, out: Tensor, own: Tensor) -> Callable[[], None]:
         number = self._send(GATHER, self._place(own))
-        whole = out.view(torch.uint8)
-        n = own.numel() * own.element_size()
-        mine = whole[self.rank * n : (self.rank + 1) * n]
-        if mine.data_ptr() != own.data_ptr():
-            mine.copy_(own.view(torch.uint8))
+        shards = out.view(self.size, own.numel()).unbind()
+        if shards[self.rank].data_ptr() != own.data_ptr():
+            shards[self.rank].copy_(own)
 
         def wait() -> None:
             for peer in self._others():
                 (place,) = PLACE.iter_unpack(self._receive(peer, number, GATHER))
-                whole[peer * n : (peer + 1) * n].copy_(self._read(peer, place, 0, n))
+                shards[peer].copy_(self._read(peer, place, own.dtype, 0, own.numel()))
 
         return wait
 
@@ -108,12 +109,14 @@ class SharedMemory:
                 return PLACE.pack(index, address - base)
         raise ValueError("a tensor given to the shared-memory transport was not made by its empty()")
 
-    def _read(self, peer: int, place: tuple[int, int], start: int, stop: int) -> Tensor:
-        """Bytes [start, stop) behind a place in a peer's memory."""
-        segment, offset = place
-        if stop == start:
-            return torch.empty(0, dtype=torch.uint8)
-        return self._mapped[peer, segment][offset + start : offset + stop]
+    def _read(self, peer: int, place: tuple[int, int], dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) behind a place in a peer's memory."""
+        key = (peer, place, dtype, start, stop)
+        if key not in self._views:
+            segment, offset = place
+            first, last = (offset + i * dtype.itemsize for i in (start, stop))
+            self._views[key] = self._mapped[peer, segment][first:last].view(dtype)
+        return self._views[key]
 
     def _send(self, kind: int, payload: bytes) -> int:
         """Send one message to every peer, new segments first; returns the operation's number."""
@@ -145,7 +148,7 @@ class SharedMemory:
         inbox = self._inbox[peer]
         while number not in inbox:
             try:
-                frame, descriptors, _, _ = socket.recv_fds(self._peers[peer], LARGEST, 1)
+                frame, ancillary, _, _ = self._peers[peer].recvmsg(LARGEST, ONE_DESCRIPTOR)
             except OSError as error:
                 raise self._lost(peer, f"waited for rank {peer} in {KINDS[kind]} #{number}", error) from error
             if not frame:
@@ -154,8 +157,9 @@ class SharedMemory:
             payload = frame[HEADER.size :]
             if its_kind == SEGMENT:
                 segment, nbytes = PLACE.unpack(payload)
-                self._mapped[peer, segment] = _map(descriptors[0], nbytes)
-                os.close(descriptors[0])
+                (descriptor,) = DESCRIPTOR.unpack(ancillary[0][2])
+                self._mapped[peer, segment] = _map(descriptor, nbytes)
+                os.close(descriptor)
             else:
                 inbox[found] = (its_kind, payload)
         its_kind, payload = inbox.pop(number)
