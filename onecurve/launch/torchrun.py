@@ -100,7 +100,12 @@ def _join(backend: str, stall_seconds: float, threads: int) -> None:
     torch.set_num_threads(threads)
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # one host: nothing to listen to outside
-    dist.init_process_group(backend, timeout=timedelta(seconds=stall_seconds))
+    # torchrun keeps one store over its restarts (seen on 2.13): without a prefix of their own, ranks of a later attempt
+    # may read the addresses that dead ones left there.
+    timeout = timedelta(seconds=stall_seconds)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _record(record: dict[str, Any], folder: Path) -> None:

@@ -77,6 +77,6 @@ def test_killed_right_after_the_rollback_and_resumed(new_run, reference, killed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "killed"), zip(FULL, itertools.cycle(KILLED), strict=False), ids=str)
+@pytest.mark.parametrize(("layout", "killed"), [*zip(FULL, itertools.cycle(KILLED), strict=False)], ids=str)
 def test_killed_right_after_the_rollback_in_full(new_run, reference, layout, killed):
     killed_and_resumed(new_run(*SPIKE), reference, layout, killed)

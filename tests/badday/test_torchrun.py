@@ -35,7 +35,7 @@ def ours(errors):
 
 def test_its_restarts_resume(new_run, reference, tmp_path):
     """Without --resume: the second attempt resumes by itself. One lock, one set of records, the reference's bits."""
-    run = new_run("layout.dp=2")
+    run = new_run("layout.dp=2", "checkpoint.background=false")
     armed = f"kill:rank=1,step=8,place=forward,once={tmp_path / 'fired'}"
     code, errors = torchrun(run, agent=("--max-restarts", "1"), armed=armed)
     assert code == 0, errors
