@@ -14,8 +14,8 @@ from contextlib import redirect_stdout
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Step, adamw, mean_loss, my_batches
-from benchmarks.workload import REPEAT, Workload
+from benchmarks.peers import Step, adamw, my_batches
+from benchmarks.workload import REPEAT, Workload, mean_loss
 
 
 def why_missing() -> str | None:

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workload import REPEAT, Workload
+from benchmarks.workload import REPEAT, Workload, mean_loss
 from onecurve.data.loader import Batch
 from onecurve.parallel.tree import contiguous_leaves
 
@@ -26,10 +25,6 @@ Step = Callable[[int], Tensor]
 def my_batches(work: Workload, rank: int, world: int) -> list[list[Batch]]:
     """The micro-batches of this rank's equal share of the leaves."""
     return work.batches(list(contiguous_leaves(work.leaves, world, rank)))
-
-
-def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch.inputs).flatten(0, -2), batch.targets.flatten())
 
 
 def adamw(work: Workload) -> dict:

@@ -13,8 +13,7 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.ours import optimizer_of, step_of
-from benchmarks.peers import mean_loss
-from benchmarks.workload import REPEAT, WORKLOADS, Workload
+from benchmarks.workload import REPEAT, WORKLOADS, Workload, mean_loss
 from onecurve.launch import RankContext
 from onecurve.parallel import Mesh, ZeroOptimizer
 

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 from onecurve.data.cycle import cycle_corpus
 from onecurve.data.loader import Batch, Loader
 from onecurve.model import GPT
@@ -61,6 +64,10 @@ class Workload:
 
     def resized(self, **changes: int | None) -> "Workload":
         return replace(self, **{key: value for key, value in changes.items() if value is not None})
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.inputs).flatten(0, -2), batch.targets.flatten())
 
 
 WORKLOADS = {
