@@ -217,8 +217,16 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal without our characters is no failure
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)  # where no ranks run there is nothing to save
+    if threading.current_thread() is not threading.main_thread():
+        return _run(arguments)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # where no ranks run there is nothing to save
+    try:
+        return _run(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def _run(arguments: list[str] | None) -> int:
     try:
         # not click's own main(): it answers a broken pipe with 1 and an interrupt with 130
         command = typer.main.get_command(app)

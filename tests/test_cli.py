@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -180,6 +181,11 @@ def test_it_writes_to_a_terminal_that_knows_ascii_only() -> None:
 def test_a_module_run_ends_with_the_exit_code() -> None:
     done = run("plan", DEMO, "--set", "train.steps=0")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+
+
+def test_a_caller_keeps_its_signal_handlers() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--version"]) == 0 and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_usage_errors_are_caught_whatever_typer_carries() -> None:

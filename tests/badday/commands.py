@@ -27,7 +27,6 @@ from onecurve.checkpoint import list_steps, read_manifest
 torch.set_num_threads(1)
 PR_SET_CHILD_SUBREAPER = 36
 running: set[int] = set()  # commands that have not ended
-ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 # 8 leaves, so that any width up to 8 can run it; two micro-batches per leaf; everything that the arithmetic knows.
 SMALL = """
@@ -59,6 +58,11 @@ log_every = 1000
 [limits]
 stall_seconds = 60.0
 """
+
+
+def adopt_orphans(wanted: bool) -> None:
+    """Whether this process becomes the parent of what its children leave behind."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
 def small(folder: Path, steps: int = 20) -> Path:

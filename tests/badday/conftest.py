@@ -2,7 +2,16 @@ import itertools
 
 import pytest
 
-from tests.badday.commands import Run, small
+from tests.badday.commands import Run, adopt_orphans, left_behind, small
+
+
+@pytest.fixture(autouse=True, scope="package")
+def adopting():
+    """Only while these tests run: others must see orphans go to init, as they would from a shell."""
+    adopt_orphans(True)
+    yield
+    left_behind()
+    adopt_orphans(False)
 
 
 @pytest.fixture

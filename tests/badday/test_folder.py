@@ -158,7 +158,13 @@ def small_shared_memory():
 
 @pytest.mark.parametrize(
     "sets",
-    [(), pytest.param(("model.vocab=32768", "model.width=128", "train.steps=2"), marks=pytest.mark.slow)],
+    [
+        (),
+        pytest.param(
+            ("model.vocab=32768", "model.width=128", "train.steps=2", "optimizer.warmup_steps=0"),
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["small", "500 MiB of buffers"],
 )
 def test_64_mib_of_dev_shm(new_run, reference, sets):
