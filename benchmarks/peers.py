@@ -31,17 +31,23 @@ def adamw(work: Workload) -> dict:
     return {"lr": work.lr, "betas": work.betas, "eps": work.eps, "weight_decay": 0.0, "fused": True}
 
 
-def replicated(work: Workload, rank: int, world: int, *, zero: bool) -> Step:
-    """DistributedDataParallel with AdamW, or with a ZeroRedundancyOptimizer around it."""
+def replicated(work: Workload, rank: int, world: int, *, zero: bool, defaults: bool = False) -> Step:
+    """DistributedDataParallel with AdamW, or with a ZeroRedundancyOptimizer around it; `defaults`: with no setting."""
     batches = my_batches(work, rank, world)
     once = len(batches[0]) == 1  # the static graph and no_sync exclude each other
-    model = DistributedDataParallel(work.model(), gradient_as_bucket_view=True, static_graph=once)
+    model = DistributedDataParallel(
+        work.model(), gradient_as_bucket_view=not defaults, static_graph=once and not defaults
+    )
+    constants = adamw(work) | {"fused": None if defaults else True}
     if zero:
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **adamw(work)
+            model.parameters(),
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=not defaults,
+            **constants,
         )
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), **adamw(work))
+        optimizer = torch.optim.AdamW(model.parameters(), **constants)
 
     def step(data_step: int) -> Tensor:
         micros = batches[data_step % REPEAT]
@@ -87,6 +93,7 @@ def fsdp2(work: Workload, rank: int, world: int, *, reshard: bool) -> Step:
 PEERS: dict[str, Callable[[Workload, int, int], Step]] = {
     "DDP": lambda work, rank, world: replicated(work, rank, world, zero=False),
     "DDP+ZeRO": lambda work, rank, world: replicated(work, rank, world, zero=True),
+    "DDP+ZeRO, untuned": lambda work, rank, world: replicated(work, rank, world, zero=True, defaults=True),
     "FSDP2 ZeRO-2": lambda work, rank, world: fsdp2(work, rank, world, reshard=False),
     "FSDP2 ZeRO-3": lambda work, rank, world: fsdp2(work, rank, world, reshard=True),
 }
