@@ -14,7 +14,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +54,18 @@ class Spread(NamedTuple):
         return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
 
 
-def take_turns(candidates: Mapping[str, Burst], *, rounds: int, warm_up: int, context: RankContext) -> Turns:
-    """Run each candidate's burst once per round; the order moves by one each round. Collective."""
+def take_turns(
+    candidates: Mapping[str, Burst], *, rounds: int, warm_up: int, context: RankContext, realtime: bool = False
+) -> Turns:
+    """Run each candidate's burst once per round; the order moves by one each round. Collective.
+
+    `realtime`: see `ahead_of_others`.
+    """
+    with ahead_of_others(realtime):
+        return _take_turns(candidates, rounds, warm_up, context)
+
+
+def _take_turns(candidates: Mapping[str, Burst], rounds: int, warm_up: int, context: RankContext) -> Turns:
     names = list(candidates)
     turns = Turns({name: [] for name in names}, {name: [] for name in names})
     for turn in range(-warm_up, rounds):
@@ -72,6 +83,18 @@ def take_turns(candidates: Mapping[str, Burst], *, rounds: int, warm_up: int, co
                 turns.cpu_seconds[name].append(time.process_time() - began_cpu)
     gc.unfreeze()
     return turns
+
+
+@contextmanager
+def ahead_of_others(wanted: bool) -> Iterator[None]:
+    """Real-time priority for all threads that this rank has now (Linux, root): what else the machine does has to wait,
+    so keep it to seconds. The ranks still share the cores among themselves."""
+    if wanted:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
+    yield
+    if wanted:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def together(by_rank: Sequence[Sequence[Seconds]], steps: int) -> Turns:
@@ -93,11 +116,14 @@ def on_ranks(worker: Callable[[RankContext], Any], world: int, stall_seconds: fl
         return run_ranks(worker, world, folder=Path(folder), stall_seconds=stall_seconds, progress=_show, group=True)
 
 
-def arguments(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take."""
+def arguments(description: str | None, *, rounds: int, realtime: bool = False) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks take, and `--realtime` where it can be had."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=style)
     parser.add_argument("--rounds", type=int, default=rounds, help="measured bursts each (default %(default)s)")
+    if realtime:
+        text = "on a busy machine: ahead of all else while it measures (Linux, root)"
+        parser.add_argument("--realtime", action="store_true", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
     return parser
 

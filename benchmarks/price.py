@@ -40,7 +40,7 @@ def unordered(optimizer: ZeroOptimizer) -> ZeroOptimizer:
     return optimizer
 
 
-def measure_price(work: Workload, world: int, rounds: int, steps: int) -> dict[str, Any]:
+def measure_price(work: Workload, world: int, rounds: int, steps: int, realtime: bool) -> dict[str, Any]:
     """Seconds per step of both twins of each pair, and their losses."""
 
     def worker(context: RankContext) -> dict[str, Any]:
@@ -60,7 +60,8 @@ def measure_price(work: Workload, world: int, rounds: int, steps: int) -> dict[s
             for twin, changed in (("ordered", lambda o: o), ("unordered", unordered)):
                 optimizer = changed(optimizer_of(work, Mesh(dp=world, transport=name), stage=1))
                 turns[f"{twin}, {name}"] = burst(f"{twin}, {name}", step_of(work, optimizer))
-        return {"taken": measure.take_turns(turns, rounds=rounds, warm_up=2, context=context), "losses": losses}
+        taken = measure.take_turns(turns, rounds=rounds, warm_up=2, context=context, realtime=realtime)
+        return {"taken": taken, "losses": losses}
 
     by_rank = measure.on_ranks(worker, world)
     taken = measure.together([r["taken"] for r in by_rank], steps)
@@ -68,13 +69,13 @@ def measure_price(work: Workload, world: int, rounds: int, steps: int) -> dict[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = measure.arguments(__doc__, rounds=25)
+    parser = measure.arguments(__doc__, rounds=25, realtime=True)
     parser.add_argument("--model", choices=list(WORKLOADS), default="1m")
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--steps", type=int, help="steps per burst (default 20 for the demo, else 1)")
     options = parser.parse_args(argv)
     work, steps = WORKLOADS[options.model], options.steps or (20 if options.model == "demo" else 1)
-    measured = measure_price(work, options.width, options.rounds, steps)
+    measured = measure_price(work, options.width, options.rounds, steps, options.realtime)
     seconds, losses = measured["seconds"], measured["losses"]
     rows = []
     for name in TRANSPORTS:

@@ -59,7 +59,9 @@ class Clock:
             self.wrap(thing, method, name)
 
 
-def measure_rank(context: RankContext, work: Workload, stage: int, steps: int) -> dict[str, list[float]]:
+def measure_rank(
+    context: RankContext, work: Workload, stage: int, steps: int, realtime: bool
+) -> dict[str, list[float]]:
     """Per name, [clock, processor] milliseconds of a step on this rank."""
     optimizer = optimizer_of(work, Mesh(dp=context.world), stage=stage)
     step, alone, clock = step_of(work, optimizer), work.model(), Clock()
@@ -75,21 +77,23 @@ def measure_rank(context: RankContext, work: Workload, stage: int, steps: int) -
         step(k)
     clock.watch(optimizer)
     step, compute = clock.timed("step", step), clock.timed("compute", compute)
-    for k in range(steps):
-        context.progress(k, steps)
-        compute(k)
-        step(k)
+    with measure.ahead_of_others(realtime):
+        for k in range(steps):
+            context.progress(k, steps)
+            compute(k)
+            step(k)
     return {name: [1e3 * x / steps for x in spent] for name, spent in clock.spent.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = measure.arguments(__doc__, rounds=50)
+    parser = measure.arguments(__doc__, rounds=50, realtime=True)
     parser.add_argument("--model", choices=list(WORKLOADS), default="demo")
     parser.add_argument("--stage", type=int, choices=range(4), default=1)
     parser.add_argument("--width", type=int, default=4)
     options = parser.parse_args(argv)
     work = WORKLOADS[options.model]
-    by_rank = measure.on_ranks(lambda c: measure_rank(c, work, options.stage, options.rounds), options.width)
+    shape = (work, options.stage, options.rounds, options.realtime)
+    by_rank = measure.on_ranks(lambda context: measure_rank(context, *shape), options.width)
     figures = {
         name: [statistics.mean(own[name][i] for own in by_rank) for i in (0, 1)] for name in ROWS if name in by_rank[0]
     }

@@ -30,7 +30,9 @@ def systems(work: Workload, names: Sequence[str], rank: int, world: int) -> dict
     }
 
 
-def measure_steps(work: Workload, names: Sequence[str], world: int, rounds: int, steps: int) -> dict[str, Any]:
+def measure_steps(
+    work: Workload, names: Sequence[str], world: int, rounds: int, steps: int, realtime: bool = False
+) -> dict[str, Any]:
     """Seconds per step of each system by round, and its mean loss at every step."""
 
     def worker(context: RankContext) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def measure_steps(work: Workload, names: Sequence[str], world: int, rounds: int,
 
         turns = {name: burst(name, step) for name, step in systems(work, names, context.rank, world).items()}
         warm_up = -(-COMPARED // steps)
-        taken = measure.take_turns(turns, rounds=rounds, warm_up=warm_up, context=context)
+        taken = measure.take_turns(turns, rounds=rounds, warm_up=warm_up, context=context, realtime=realtime)
         return {"taken": taken, "losses": {name: [float(x) for x in own] for name, own in losses.items()}}
 
     by_rank = measure.on_ranks(worker, world)
@@ -91,7 +93,8 @@ def show(
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    names, missing = [*PEERS], deepspeed_peer.why_missing()
+    names = [*PEERS]
+    missing = "its ranks wait for each other by spinning" if options.realtime else deepspeed_peer.why_missing()
     if missing is None:
         names += deepspeed_peer.DEEPSPEED
     names += ONECURVE
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if work.leaves % world:
                 print(f"{work.leaves} leaves do not divide among {world} ranks: the peers need equal shares")
                 return 2
-            measured = measure_steps(work, names, world, options.rounds, steps)
+            measured = measure_steps(work, names, world, options.rounds, steps, options.realtime)
             figures = show(work, world, **measured)
             strangers += [f"{f['system']} ({model}, W = {world})" for f in figures if f["apart"] > TOLERANCE]
             found.append({"model": model, "width": world, "tokens": work.tokens, "systems": figures})
@@ -119,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = measure.arguments(__doc__, rounds=15)
+    parser = measure.arguments(__doc__, rounds=15, realtime=True)
     parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--width", nargs="+", type=int, default=[2, 4], help="ranks (default 2 4)")
     parser.add_argument("--steps", type=int, help="steps per burst (default 20 for the demo, else 2)")

@@ -59,7 +59,7 @@ def backend(numel: int, rank: int, world: int) -> dict[str, Callable[[], object]
     }
 
 
-def measure_size(numel: int, world: int, rounds: int, repeats: int) -> measure.Seconds:
+def measure_size(numel: int, world: int, rounds: int, repeats: int, realtime: bool) -> measure.Seconds:
     """Seconds per operation."""
 
     def worker(context: RankContext) -> measure.Turns:
@@ -73,13 +73,13 @@ def measure_size(numel: int, world: int, rounds: int, repeats: int) -> measure.S
             return lambda: [run() for _ in range(repeats)] and None
 
         turns = {name: burst(run) for name, run in candidates.items()}
-        return measure.take_turns(turns, rounds=rounds, warm_up=2, context=context)
+        return measure.take_turns(turns, rounds=rounds, warm_up=2, context=context, realtime=realtime)
 
     return measure.together(measure.on_ranks(worker, world), repeats).seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = measure.arguments(__doc__, rounds=15)
+    parser = measure.arguments(__doc__, rounds=15, realtime=True)
     parser.add_argument("--width", nargs="+", type=int, default=[2, 4], help="ranks (default 2 4)")
     parser.add_argument("--sizes", nargs="+", type=int, default=[1 << 15, 1 << 20, 1 << 23], help="fp32 elements")
     options = parser.parse_args(argv)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in options.sizes:
             numel = -(-size // (16 * world)) * 16 * world
             repeats = max(1, min(50, (1 << 22) // numel))
-            seconds = measure_size(numel, world, options.rounds, repeats)
+            seconds = measure_size(numel, world, options.rounds, repeats, options.realtime)
             rows = []
             for operation in ("reduce", "all-gather"):
                 base = seconds[f"{operation}, backend"]

@@ -45,7 +45,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, key: Key | None = None, cache: list[Tensor] | None = None) -> Tensor:
         """`cache`, for sampling, holds the keys and values of earlier tokens ([B, H, t, C/H] each) and is extended."""
         b, t, c = x.shape
-        q, k, v = F.linear(x, self.qkv).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        fused = F.linear(x, self.qkv).view(b, t, 3, self.heads, c // self.heads)
+        q, k, v = (part.transpose(1, 2) for part in fused.unbind(2))  # each [B, H, T, C/H]; one copy fewer in backward
         if cache is not None:
             if cache:
                 k, v = torch.cat([cache[0], k], dim=2), torch.cat([cache[1], v], dim=2)
