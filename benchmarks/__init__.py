@@ -4,5 +4,6 @@ python -m benchmarks.step          one training step: DDP, ZeroRedundancyOptimiz
 python -m benchmarks.checkpoint    save and load beside torch.distributed.checkpoint
 python -m benchmarks.transports    the exchange and the all-gather beside the backend's collectives
 python -m benchmarks.price         what the fixed order of additions costs: nothing, it should say
+python -m benchmarks.profile       where the time of our step goes
 python -m benchmarks.saves         what background saves cost the training
 """
