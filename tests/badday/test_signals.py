@@ -53,10 +53,11 @@ def test_case_22_one_after_the_other(new_run, reference, name, stops):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("target", "place"), [*itertools.product(TARGETS, PLACES)])
 def test_case_22_ten_times_each(new_run, reference, target, place):
-    """cases.md 22: ten stops of one kind, half of them SIGINT, each resumed to the end."""
-    for number in range(10):
-        run, rng = new_run(*EVALUATED), random.Random(f"{target} {place} {number}")
-        stopped(run, rng, ["TERM", "INT"][number % 2], target, place, resume=False)
+    """cases.md 22: ten stops of one kind, half of them SIGINT, five in each of two runs, each resumed and at the end."""
+    for name in ("TERM", "INT"):
+        run, rng = new_run(*EVALUATED), random.Random(f"{target} {place} {name}")
+        for number in range(5):
+            stopped(run, rng, name, target, place, resume=number > 0)
         assert run.train(f"layout.dp={rng.randrange(1, 9)}", f"layout.zero={rng.randrange(4)}", resume=True) == 0
         assert run.result() == reference(*EVALUATED)
 
