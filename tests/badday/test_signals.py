@@ -53,7 +53,7 @@ def test_case_22_one_after_the_other(new_run, reference, name, stops):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("target", "place"), [*itertools.product(TARGETS, PLACES)])
 def test_case_22_ten_times_each(new_run, reference, target, place):
-    """cases.md 22: ten stops of one kind, half of them SIGINT, five in each of two runs, each resumed and at the end."""
+    """cases.md 22: ten stops of one kind, five of them SIGINT; every stop resumed, both runs to the end."""
     for name in ("TERM", "INT"):
         run, rng = new_run(*EVALUATED), random.Random(f"{target} {place} {name}")
         for number in range(5):
