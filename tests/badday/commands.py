@@ -27,7 +27,12 @@ from onecurve.checkpoint import list_steps, read_manifest
 torch.set_num_threads(1)
 PR_SET_CHILD_SUBREAPER = 36
 running: set[int] = set()  # commands that have not ended
-ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def adopt_orphans(yes: bool) -> None:
+    """Whether what commands leave behind becomes this process's, or init's as ever."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
 
 # 8 leaves, so that any width up to 8 can run it; two micro-batches per leaf; everything that the arithmetic knows.
 SMALL = """

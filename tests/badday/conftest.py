@@ -2,7 +2,14 @@ import itertools
 
 import pytest
 
-from tests.badday.commands import Run, small
+from tests.badday.commands import Run, adopt_orphans, small
+
+
+@pytest.fixture(autouse=True)
+def orphans():
+    adopt_orphans(True)
+    yield
+    adopt_orphans(False)
 
 
 @pytest.fixture
