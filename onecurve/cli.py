@@ -214,6 +214,9 @@ def export(run: RunArg) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 done, 1 a check failed, 2 bad input, 3 the run failed, 75 stopped on request."""
+    # Closed by whoever started us, as daemons do: what is written then goes nowhere, and is no failure.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PTH123
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal without our characters is no failure

@@ -34,6 +34,8 @@ NOT_BUILT: list[tuple[str, Any, str]] = [
     ("numerics.device", lambda value: value == "cuda", "training on GPUs"),
 ]
 
+MICRO_BATCH_TOKENS = 1 << 24  # of one micro-batch
+
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CountOrOff = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Rate = Annotated[float, Field(ge=0.0)]
@@ -160,7 +162,7 @@ class NumericsConfig(Section):
     """The environment that the bits hold in."""
 
     device: Literal["cpu", "cuda"] = "cpu"  # where the tensors live
-    threads: Count = 1  # per rank
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1  # per rank
     on_change: Literal["record", "refuse"] = "record"  # on resume in another numeric environment
 
 
@@ -189,6 +191,7 @@ class Config(Section):
                 default = type(getattr(self, section)).model_fields[key].default
                 refuse(name, value, f"not built yet ({feature})", f"leave it at {show(default)}")
         self._check_model()
+        self._check_batch()
         self._check_schedule()
         self._check_layout()
         return self
@@ -209,6 +212,13 @@ class Config(Section):
             refuse(
                 "model.slices", model.slices, f"it must divide model.heads = {model.heads}", f"slices that work: {good}"
             )
+
+    def _check_batch(self) -> None:
+        context, rows = self.model.context, self.train.micro_batch
+        if rows * context > MICRO_BATCH_TOKENS:
+            allowed = f"micro_batch x model.context must be at most {MICRO_BATCH_TOKENS} tokens: it is computed at once"
+            cure = f"take at most {max(MICRO_BATCH_TOKENS // context, 1)} and more leaves or accumulate"
+            refuse("train.micro_batch", rows, allowed, cure)
 
     def _check_schedule(self) -> None:
         rates, steps, fault = self.optimizer, self.train.steps, self.faults.lr_multiplier

@@ -196,6 +196,6 @@ def _table_type(field: FieldInfo) -> Any:
 def _bounds(rules: Iterable[Any]) -> str:
     words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
     found = [
-        f"{word} {getattr(rule, name):.15g}" for rule in rules for name, word in words.items() if hasattr(rule, name)
+        f"{word} {show(getattr(rule, name))}" for rule in rules for name, word in words.items() if hasattr(rule, name)
     ]
     return " and ".join(found)

@@ -5,6 +5,7 @@ checkout before any other: the environment that runs the tests may have been mad
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,3 +17,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get(
 sys.path.insert(0, ROOT)
 
 torch.set_num_threads(1)
+
+# A shell starts what it runs in the background with SIGINT ignored, and programs inherit that: the tests that interrupt
+# one need the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)

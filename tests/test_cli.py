@@ -197,3 +197,10 @@ def test_the_demo_is_the_one_file_of_the_source_tree() -> None:
     assert Path(str(capstone.__file__)) == ROOT / "code" / "main.py"
     names = ["MiniGPT", "make_corpus", "_train_worker", "verify_resume", "main"]
     assert [name for name in names if not hasattr(capstone, name)] == []
+
+
+def test_closed_streams_are_no_failure():
+    """As daemons and cron start programs: what would be written goes nowhere."""
+    command = [sys.executable, "-m", "onecurve.cli", "plan", str(ROOT / "configs" / "demo.toml")]
+    closing = "import os, sys; os.closerange(0, 3); os.execv(sys.argv[1], sys.argv[1:])"
+    assert subprocess.run([sys.executable, "-c", closing, *command], timeout=60).returncode == 0

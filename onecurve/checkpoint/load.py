@@ -43,7 +43,7 @@ def _all_parts(optimizer: Saveable) -> list[Part]:
     return [Part.unpack(*message) for message in agree(optimizer.mesh, header, blob, error)]
 
 
-def load_checkpoint(path: Path, optimizer: Saveable, *, curve_id: str | None = None) -> Manifest:
+def load_checkpoint(path: str | Path, optimizer: Saveable, *, curve_id: str | None = None) -> Manifest:
     """Collective: fill the optimizer (masters, moments, update count, extras, working weights) from the checkpoint
     `path`, whatever layout saved it, and return its manifest on every rank.
 
@@ -51,7 +51,7 @@ def load_checkpoint(path: Path, optimizer: Saveable, *, curve_id: str | None = N
     NewerCheckpoint, DamagedCheckpoint (names the file). After an error in the data the state is undefined: load
     another checkpoint, or stop.
     """
-    mesh = optimizer.mesh
+    path, mesh = Path(path), optimizer.mesh
     manifest = _share_manifest(path, mesh, curve_id)
     work = partial(_fill, path, manifest, optimizer)
     part, error = attempt(work, partial(_load_error, mesh.rank, f"can't load {path}"))

@@ -247,7 +247,7 @@ def _finite(values: np.ndarray) -> bool:
 
 
 def save_checkpoint(
-    folder: Path,
+    folder: str | Path,
     optimizer: Saveable,
     step: int,
     *,
@@ -261,7 +261,7 @@ def save_checkpoint(
     INFO_FIELDS. Raises the same SaveFailed (DiskFull, NotWritable, Superseded) on all ranks, names rank and file, and
     leaves older checkpoints as they were.
     """
-    save = PendingSave(folder, optimizer, step, info=info, fence=fence)
+    save = PendingSave(Path(folder), optimizer, step, info=info, fence=fence)
     save.write()
     save.gather()
     save.commit(after_commit)

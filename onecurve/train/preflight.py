@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from onecurve.checkpoint.errors import MirrorFailed
+from onecurve.checkpoint.mirror import Remote
 from onecurve.config import Config
 from onecurve.errors import InputError
 from onecurve.model import token_loss
@@ -25,11 +27,22 @@ BYTES_PER_ELEMENT = 12  # of a checkpoint: fp32 master and two moments
 
 def preflight(plan: Plan, ranks_here: int) -> None:
     """Raises InputError where the folder can't be written, the disk can't hold `checkpoint.keep` + 1 checkpoints, the
-    memory can't hold `ranks_here` ranks, there is nothing to evaluate on, or the first micro-batch fails."""
+    memory can't hold `ranks_here` ranks, there is nothing to evaluate on, no such mirror can be, or the first
+    micro-batch fails."""
     check_disk(plan.folder, plan.config)
     check_memory(plan.config, ranks_here, available_memory())
     new_held_out(plan.config, full_check=True)
+    check_mirror(plan.config.checkpoint.mirror)
     dry_batch(plan.config)
+
+
+def check_mirror(url: str) -> None:
+    """A mirror that fails stops nothing; one that can never work is a slip of the pen."""
+    try:
+        if url:
+            Remote(url)
+    except MirrorFailed as error:
+        raise InputError(f"{error}; give a URL that fsspec knows, or leave checkpoint.mirror empty") from None
 
 
 def check_disk(folder: Path, config: Config) -> None:

@@ -54,10 +54,13 @@ class Metrics:
         self.cut(keep_through)
 
     def cut(self, keep_through: int) -> None:
-        """Drop the rows past step `keep_through`, and a last line that a kill left torn."""
+        """Drop the rows past step `keep_through`, and a last line that a kill left torn. `lost` is then how many of the
+        rows up to there are not in the file, which somebody else must have damaged."""
         if self._file is not None:
             self._file.close()
-        replace_text(self._path, "".join(line for line, step in self._rows() if step <= keep_through))
+        kept = [line for line, step in self._rows() if step <= keep_through]
+        self.lost = keep_through - len(kept)
+        replace_text(self._path, "".join(kept))
         with _recording(self._path):
             self._file = self._path.open("a", encoding="utf-8")
 

@@ -175,6 +175,11 @@ class Session:
                 self.metrics = Metrics(self.plan.folder, keep)
             else:
                 self.metrics.cut(keep)
+            if self.metrics.lost:
+                self.say(
+                    f"metrics.jsonl lacks {self.metrics.lost} of its first {keep} rows: it was changed from outside"
+                )
+                self.event("metrics_lost", rows=self.metrics.lost)
         if row:  # the run was stopped while it evaluated after this step: that comes first
             if self.held_out is not None and (loss := self.evaluate()) is None:
                 raise Stopped(f"stopped at step {self.step} of {self.config.train.steps}")
