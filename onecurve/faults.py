@@ -95,6 +95,7 @@ class Fault:
 armed: list[Fault] = []
 _rank: int | None = None
 _step: int | None = None
+_launcher = (0, 0)  # this process, and the one that started it as a rank
 
 
 def parse(spec: str) -> Fault:
@@ -140,7 +141,9 @@ def arm_from_environment() -> None:
 
 def here(rank: int | None, step: int | None) -> None:
     """The rank and step that `at` and `poison` assume where they are not told."""
-    global _rank, _step
+    global _rank, _step, _launcher
+    if _launcher[0] != os.getpid():
+        _launcher = (os.getpid(), os.getppid())
     _rank, _step = rank, step
 
 
@@ -173,11 +176,11 @@ def poison(tensor: Tensor, place: str, *, rank: int | None = None, step: int | N
 
 def _fire(fault: Fault, where: str) -> None:
     if fault.action == "kill":
-        signum = getattr(signal, f"SIG{fault.signal}")
-        if fault.to == "group":
-            os.killpg(os.getpgid(os.getppid()), signum)
-        else:
-            os.kill(os.getppid() if fault.to == "parent" else os.getpid(), signum)
+        signum, launcher = getattr(signal, f"SIG{fault.signal}"), os.getppid()
+        if fault.to == "rank":
+            os.kill(os.getpid(), signum)
+        elif (os.getpid(), launcher) == _launcher:  # an orphan's parent is somebody else, who must not be hit
+            os.killpg(os.getpgid(launcher), signum) if fault.to == "group" else os.kill(launcher, signum)
     elif fault.action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.action == "hang":
