@@ -72,7 +72,7 @@ def test_a_mirror_that_cannot_be_read_is_no_fresh_start(new_run):
 
 def test_secrets_are_stored_and_shown_nowhere(new_run, tmp_path):
     run = new_run()
-    mirror = "checkpoint.mirror=github://org:repo@/x?token=hunter2&secret=hunter2"
+    mirror = "checkpoint.mirror=ftp://user:hunter2@127.0.0.1:1/x?token=hunter2&secret=hunter2"
     assert run.train(mirror, armed="kill:signal=TERM,rank=1,step=8,place=forward", before=one_attempt) == 75
     written = [path for path in run.folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
     assert len(written) > 5

@@ -33,6 +33,7 @@ def ours(errors):
     return [line for line in errors.splitlines() if line.startswith("onecurve: ")]
 
 
+@pytest.mark.slow
 def test_its_restarts_resume(new_run, reference, tmp_path):
     """Without --resume: the second attempt resumes by itself. One lock, one set of records, the reference's bits."""
     run = new_run("layout.dp=2", "checkpoint.background=false")

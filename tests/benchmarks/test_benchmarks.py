@@ -39,12 +39,14 @@ def test_step_does_the_same_work_in_every_system(tmp_path: Path) -> None:
     assert systems["DDP+ZeRO"]["ratio"] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_step_with_accumulation_is_the_same_work_too(tmp_path: Path) -> None:
     few = ["--rounds", "1", "--steps", "5", "--width", "2", "--accumulate", "2", "--micro-batch", "2"]
     _, figures = run(tmp_path, "step", "--model", "demo", *few, "--only", "DDP", "FSDP2 ZeRO-2", "ZeRO-1", "ZeRO-3")
     assert max(system["apart"] for system in figures["runs"][0]["systems"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_step_says_where_the_work_differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The control: with another learning rate in one system, its losses tell."""
     from benchmarks import step  # imports the peers, which takes its time
