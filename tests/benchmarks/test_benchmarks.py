@@ -91,3 +91,16 @@ def test_spread_is_the_median_and_the_quartiles() -> None:
 def test_ranks_are_put_together_by_the_slowest_and_the_sum() -> None:
     ranks = [({"a": [1.0, 4.0]}, {"a": [0.5, 0.5]}), ({"a": [3.0, 2.0]}, {"a": [1.5, 0.5]})]
     assert measure.together(ranks, steps=2) == ({"a": [1.5, 2.0]}, {"a": [1.0, 0.5]})
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    few = ["--rounds", "1", "--elements", "65536", "--ranks", "2"]
+    out, figures = run(tmp_path, "checkpoint", *few)
+    assert "torch.distributed.checkpoint" in out
+    ours = [f for f in figures["figures"] if f["system"] == "onecurve"]
+    assert {f["what"] for f in ours} == {"save", "load"} and ours[0]["bytes"] > 12 * 65536
+
+
+def test_saves(tmp_path: Path) -> None:
+    out, figures = run(tmp_path, "saves", "--model", "demo", "--rounds", "1", "--every", "3", "--width", "2")
+    assert "background" in out and len(figures["twins"]) == 3
