@@ -20,13 +20,14 @@ from onecurve.train.order import Order
 from onecurve.train.parts import new_loader
 from onecurve.train.plan import Plan
 from onecurve.train.preflight import preflight
-from onecurve.train.records import replace_text
+from onecurve.train.records import replace_text, write_json
 
 
 def locate(order: Order, *, full_check: bool) -> Plan:
     """The plan of a new run of this order, without a fence: folder, curve and parent. `full_check` reads the corpus."""
     loader = new_loader(order.config, full_check=full_check)
-    parent, digest = find_parent(order.config, order.from_) if order.from_ else (None, "")
+    known = order.resume and order.run is not None and (order.run / "run.json").exists()  # its own record counts
+    parent, digest = find_parent(order.config, order.from_) if order.from_ and not known else (None, "")
     identity = curve_id(order.config, loader.fingerprint, digest or None)
     folder = order.run or Path("runs") / f"{order.source.stem}-{identity[:8]}"
     return Plan(order.config, folder, identity, None, order.resume, parent, digest)
@@ -58,6 +59,8 @@ def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
     if corpus.folder is not None and not begun:
         keep_description(corpus.folder, folder / "corpus")
     replace_text(folder / "config.toml", config_to_toml(plan.config))
+    if not begun:  # from here on there is a run, whatever happens before its first checkpoint
+        write_json(folder / "run.json", plan.identity(corpus.fingerprint))
     say(f"run folder {folder}")
     return plan
 
@@ -75,7 +78,8 @@ def resumed(plan: Plan, overrides: tuple[str, ...]) -> tuple[Plan, list[str]]:
             f"{plan.folder}: its curve is {record['curve_id'][:8]}, but its config and the corpus as they are now make "
             f"{identity[:8]}; bring the corpus back (fingerprint {record['data_fingerprint'][:16]}), or start a new run"
         )
-    return replace(plan, config=config, curve_id=identity, parent_digest=record["parent"]), notes
+    parent = Path(record["parent_path"]) if record["parent_path"] else None
+    return replace(plan, config=config, curve_id=identity, parent=parent, parent_digest=record["parent"]), notes
 
 
 def refuse_strangers(plan: Plan) -> None:
@@ -102,7 +106,8 @@ def newest_whole(plan: Plan) -> Path | None:
 def read_record(folder: Path) -> dict[str, str]:
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return {name: str(record[name]) for name in ("curve_id", "parent", "data_fingerprint")}
+        known = {name: str(record[name]) for name in ("curve_id", "parent", "data_fingerprint")}
+        return known | {"parent_path": str(record.get("parent_path", ""))}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / 'run.json'} can't be read ({error}); give another --run") from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from onecurve.checkpoint import Manifest, latest_checkpoint, load_checkpoint
 from onecurve.checkpoint.background import Checkpointer
-from onecurve.checkpoint.errors import NotWritable, SaveFailed
+from onecurve.checkpoint.errors import CheckpointError, ForeignCheckpoint, NotWritable, SaveFailed
 from onecurve.checkpoint.store import list_steps, remove_checkpoint
 from onecurve.config import Config
 from onecurve.data.evaluation import EvaluationSet
@@ -112,10 +112,12 @@ class Session:
         self.context.progress(self.step, self.config.train.steps)
         return self.context.stop_requested
 
-    def save(self, pending_row: dict[str, Any] | None = None) -> None:
-        """Save the state after `step`; in the background, if the config says so. Collective."""
+    def save(self, pending_row: dict[str, Any] | None = None, *, wait: bool = False) -> None:
+        """Save the state after `step`; in the background, if the config says so, unless `wait`. Collective."""
         old_enough = max(self.step - 2, 0)  # for a rollback from the next step
         self._note_saves(lambda: self.saver.save(self.step, self.info(pending_row), protect=old_enough))
+        if wait:
+            self._note_saves(self.saver.drain)
         self.saved_at = time.monotonic()
 
     def poll(self, all_ready: bool) -> None:
@@ -163,8 +165,8 @@ class Session:
             self.guard.state = GuardState.from_json(manifest.guard)
             row = manifest.guard.get("pending_row")
         else:
-            if self.plan.parent is not None:
-                load_checkpoint(self.plan.parent, self.optimizer)
+            if self.plan.parent_digest:
+                load_parent(self.plan, self.optimizer)
             else:
                 self.optimizer.reset(dict(new_model(self.config).named_parameters()))
             self.step = 0
@@ -240,6 +242,23 @@ class Session:
         if self.leader:
             rows = [asdict(row) | {"total": row.total} for row in profile]
             write_json(self.plan.folder / "memory.json", {"ranks": rows, "maximum": maximum, "mean": mean})
+
+
+def load_parent(plan: Plan, optimizer: ZeroOptimizer) -> None:
+    """The state that the curve starts from. Collective. Raises CheckpointError where the parent is gone or has another
+    state by now: it may have been trained on since the plan was made, or between two starts of this run."""
+    cure = "bring the parent's checkpoint back and resume, or start a new run with --from"
+    wanted = f"this curve starts from a state with the digest {plan.parent_digest[:16]}"
+    if plan.parent is None:
+        raise CheckpointError(f"{plan.folder}: has no whole checkpoint, and {wanted}, whose place is not known; {cure}")
+    try:
+        manifest = load_checkpoint(plan.parent, optimizer)
+    except CheckpointError as error:
+        text = f"{plan.folder}: has no whole checkpoint, and its parent can't be used: {error}; {cure}"
+        raise type(error)(text) from None
+    if manifest.state_digest != plan.parent_digest:
+        found = manifest.state_digest[:16]
+        raise ForeignCheckpoint(f"{plan.folder}: {wanted}, but {plan.parent} has {found} now; {cure}")
 
 
 def numbered(what: str, first: int, last: int) -> str:

@@ -74,9 +74,10 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         check_numerics(session, manifest)
         session.say(f"resumed at step {manifest.step} of {train.steps}")
     elif plan.resume:
-        session.say("no checkpoint to resume from: starting fresh")
-    if manifest is None and plan.parent is not None:
-        session.save()  # a copy of its own: the other run may be removed
+        how = f"again from the parent's state, {plan.parent}" if plan.parent_digest else "fresh"
+        session.say(f"no checkpoint to resume from: starting {how}")
+    if manifest is None and plan.parent_digest:
+        session.save(wait=True)  # a copy of its own, before the first step: the other run may change or be removed
     return session
 
 
@@ -89,9 +90,7 @@ def write_run_record(session: Session) -> None:
     """run.json: what this curve is and where it runs now."""
     plan, optimizer = session.plan, session.optimizer
     record = {
-        "curve_id": plan.curve_id,
-        "parent": plan.parent_digest,
-        "data_fingerprint": session.loader.fingerprint,
+        **plan.identity(session.loader.fingerprint),
         "parameters": sum(spec.numel for spec in optimizer.table.parameters),
         "layout": plan.config.layout.model_dump() | {"transport": session.mesh.transport_name},
         "numerics": session.numerics,
