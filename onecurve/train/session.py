@@ -11,6 +11,7 @@ from typing import Any
 from onecurve.checkpoint import Manifest, latest_checkpoint, load_checkpoint
 from onecurve.checkpoint.background import Checkpointer
 from onecurve.checkpoint.errors import CheckpointError, ForeignCheckpoint, NotWritable, SaveFailed
+from onecurve.checkpoint.patience import Alive
 from onecurve.checkpoint.store import list_steps, remove_checkpoint
 from onecurve.config import Config
 from onecurve.data.evaluation import EvaluationSet
@@ -160,13 +161,14 @@ class Session:
         """Go to the state of a checkpoint of this curve, or with None to where the curve starts. Collective."""
         manifest, row = None, None
         if path is not None:
-            manifest = load_checkpoint(path, self.optimizer, curve_id=self.plan.curve_id)
+            alive = self.context.alive
+            manifest = load_checkpoint(path, self.optimizer, curve_id=self.plan.curve_id, alive=alive)
             self.step = manifest.step
             self.guard.state = GuardState.from_json(manifest.guard)
             row = manifest.guard.get("pending_row")
         else:
             if self.plan.parent_digest:
-                load_parent(self.plan, self.optimizer)
+                load_parent(self.plan, self.optimizer, self.context.alive)
             else:
                 self.optimizer.reset(dict(new_model(self.config).named_parameters()))
             self.step = 0
@@ -203,7 +205,8 @@ class Session:
                 if found.step > at_most:
                     remove_checkpoint(found.path)
         self.mesh.barrier()
-        path, reasons = latest_checkpoint(folder, self.mesh, curve_id=self.plan.curve_id, finite=True)
+        alive = self.context.alive
+        path, reasons = latest_checkpoint(folder, self.mesh, curve_id=self.plan.curve_id, finite=True, alive=alive)
         for reason in reasons:
             self.say(f"passed over {reason}")
             self.event("skipped_checkpoint", reason=reason)
@@ -211,8 +214,8 @@ class Session:
 
     def go_back(self, rollback: Rollback) -> None:
         """Rewind weights, moments, schedule, data, guard, metrics together; the loop replays the rest. Collective."""
-        self.context.place("rollback")
         self._note_saves(self.saver.drain)
+        self.context.place("rollback")
         self.say(f"step {rollback.step}: {rollback.reason}")
         self.restore(self.newest(at_most=rollback.back_to))
         # The rows up to `back_to` draw the same batches with the longer list: those it adds lie behind them.
@@ -244,7 +247,7 @@ class Session:
             write_json(self.plan.folder / "memory.json", {"ranks": rows, "maximum": maximum, "mean": mean})
 
 
-def load_parent(plan: Plan, optimizer: ZeroOptimizer) -> None:
+def load_parent(plan: Plan, optimizer: ZeroOptimizer, alive: Alive) -> None:
     """The state that the curve starts from. Collective. Raises CheckpointError where the parent is gone or has another
     state by now: it may have been trained on since the plan was made, or between two starts of this run."""
     cure = "bring the parent's checkpoint back and resume, or start a new run with --from"
@@ -252,7 +255,7 @@ def load_parent(plan: Plan, optimizer: ZeroOptimizer) -> None:
     if plan.parent is None:
         raise CheckpointError(f"{plan.folder}: has no whole checkpoint, and {wanted}, whose place is not known; {cure}")
     try:
-        manifest = load_checkpoint(plan.parent, optimizer)
+        manifest = load_checkpoint(plan.parent, optimizer, alive=alive)
     except CheckpointError as error:
         text = f"{plan.folder}: has no whole checkpoint, and its parent can't be used: {error}; {cure}"
         raise type(error)(text) from None

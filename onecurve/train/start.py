@@ -50,6 +50,7 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         keep=config.checkpoint.keep,
         fence=plan.fence,
         mirror=Mirror(config.checkpoint.mirror, keep=config.checkpoint.keep) if config.checkpoint.mirror else None,
+        alive=context.alive,
     )
     session = Session(
         plan=plan,
