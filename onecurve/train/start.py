@@ -1,7 +1,9 @@
 """How a rank's session begins: the parts are built, and the run goes to where it stands."""
 
+import json
 import platform
 import sys
+from typing import Any
 
 import torch
 
@@ -66,6 +68,7 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         lines=Progress(train.steps, log_every=config.observe.log_every) if draws_lines(plan, mesh) else None,
         numerics=environment(config),
     )
+    compare_ranks(session)
     path = session.newest() if plan.resume else None
     manifest = session.restore(path)
     if session.leader:
@@ -100,14 +103,30 @@ def write_run_record(session: Session) -> None:
     write_json(plan.folder / "run.json", record)
 
 
+def compare_ranks(session: Session) -> None:
+    """Compare the environments of the ranks, which must all be rank 0's: one curve has one arithmetic. Collective."""
+    mine = json.dumps(session.numerics, sort_keys=True).encode()
+    first, *others = map(json.loads, session.mesh.share(mine))
+    odd = {rank: found for rank, other in enumerate(others, 1) if (found := differences(first, other))}
+    if odd:
+        changed = [*dict.fromkeys(phrase for found in odd.values() for phrase in found)]
+        ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+        text = f"the numeric environment of {ranks} is not that of rank 0: {'; '.join(changed)}"
+        record_or_refuse(session, text, changed, "give all ranks the same", ranks=[*odd])
+
+
 def check_numerics(session: Session, manifest: Manifest) -> None:
-    """Compare the environment with the checkpoint's: go on and say so, or refuse (numerics.on_change)."""
+    """Compare the environment with the checkpoint's."""
     changed = differences(manifest.numerics, session.numerics)
-    if not changed:
-        return
-    text = f"the numeric environment changed since step {manifest.step}: {'; '.join(changed)}"
+    if changed:
+        text = f"the numeric environment changed since step {manifest.step}: {'; '.join(changed)}"
+        record_or_refuse(session, text, changed, "resume where it was")
+
+
+def record_or_refuse(session: Session, text: str, changed: list[str], cure: str, **details: Any) -> None:
+    """What numerics.on_change says: go on and say so, or refuse."""
     if session.config.numerics.on_change == "refuse":
-        cure = 'resume where it was, or set numerics.on_change = "record" in the run\'s config.toml'
-        raise ConfigError(f'{text}; numerics.on_change = "refuse": {cure}')
+        other = 'set numerics.on_change = "record" in the run\'s config.toml'
+        raise ConfigError(f'{text}; numerics.on_change = "refuse": {cure}, or {other}')
     session.say(f"{text}; the run goes on, its bits may differ from here")
-    session.event("numerics", changed=changed)
+    session.event("numerics", changed=changed, **details)
