@@ -34,9 +34,12 @@ class Trained:
 def open_trained(place: Place, say: Say) -> Trained:
     """The model of a run at a checkpoint (see `find_checkpoint`), and what its ids mean. Raises InputError."""
     run = place.run
-    for name in ("config.toml", "run.json"):
-        if not (run / name).is_file():
-            raise InputError(f"{run}: no run there (no {name}); give the folder of a run that `onecurve train` made")
+    try:
+        missing = [name for name in ("config.toml", "run.json") if not (run / name).is_file()]
+    except OSError as error:
+        raise InputError(f"{run}: can't be read ({error.strerror}); give the folder of a run") from None
+    if missing:
+        raise InputError(f"{run}: no run there (no {missing[0]}); give the folder of a run that `onecurve train` made")
     config = load_config(run / "config.toml")
     path = find_checkpoint(place, say, curve_id=_curve_of(run))
     manifest = read_manifest(path)

@@ -1,6 +1,7 @@
 """RUN[@STEP]: which of a run's checkpoints a user means."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ def parse_place(text: str, option: str = "") -> Place:
     """Of "RUN" or "RUN@STEP"; where there is a folder of the whole name, that is the run. Raises InputError."""
     label = f"{option} {text}".lstrip()
     run, at, step = text.rpartition("@")
-    if not at or Path(text).is_dir():
-        return Place(Path(text), None, label)
+    with suppress(OSError):  # what can't be looked at is no folder here
+        if not at or Path(text).is_dir():
+            return Place(Path(text), None, label)
     if not (step.isascii() and step.isdigit()):
         raise InputError(f"{label}: {step!r} is no step; write RUN@STEP with a whole number")
     return Place(Path(run), int(step), label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def test_what_it_says(runs: dict[str, Path], tmp_path: Path, capsys: Said) -> No
     assert sorted(content(tmp_path / "ids")) == ["config.json", "model.safetensors"]
 
 
+def test_it_takes_no_transformers(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformers", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    export(runs["bpe"], tmp_path / "out")
+
+
 def damage(checkpoint: Path) -> None:
     shard = checkpoint / "rank-0000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
@@ -138,6 +145,9 @@ def test_refusals(runs: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
         assert "can't be written" in refused(capsys, run, out)
     for place in (tmp_path, tmp_path / "nowhere", file, "", "@2"):
         assert "no run there" in refused(capsys, place, tmp_path / "new")
+    for place in ("x" * 300, "x" * 300 + "@2"):
+        line = refused(capsys, place, tmp_path / "new")
+        assert line.startswith("onecurve: xxx") and "can't be read (File name too long)" in line
     line = refused(capsys, run, tmp_path / "new", "--format", "gguf")
     assert "gguf" in line and "transformers and safetensors" in line
     broken = Path(shutil.copytree(runs["bpe"], tmp_path / "broken"))
