@@ -50,6 +50,7 @@ FLAGS = {
     "verify": ["--quick"],
     "inspect": ["--check"],
     "prepare": ["--out", "--glob", "--tokenizer", "--vocab"],
+    "export": ["--out", "--format"],
     "sample": ["--prompt", "--tokens", "--temperature", "--top-k", "--seed"],
 }
 
@@ -112,7 +113,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspect", "none"], "none"),
         (["prepare", "none", "--out", "/dev/null/x"], "/dev/null"),
         (["report", "none"], "not built yet"),
-        (["export", "none"], "not built yet"),
+        (["export", "none"], "--out"),
+        (["export", "none", "--out", "new"], "none: no run there"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(

@@ -91,18 +91,20 @@ def latest_checkpoint(
     *,
     curve_id: str | None = None,
     finite: bool = False,
+    step: int | None = None,
     alive: Alive = silent,
 ) -> tuple[Path | None, list[str]]:
     """Collective: the newest checkpoint in `folder` that verifies whole, or None, alike on every rank; and, one line
     each, why newer ones were passed over. Rank 0 decides what is there; hashing is spread over the ranks.
 
-    With `curve_id` those of other curves are passed over, with `finite` those that hold a value that is not.
-    `alive`: see patience.py.
+    With `curve_id` those of other curves are passed over, with `finite` those that hold a value that is not; with
+    `step` no other step's is looked at. `alive`: see patience.py.
     """
     mesh = mesh or Alone()
     reasons: list[str] = []
     steps, error = attempt(partial(list_steps, folder), partial(_load_error, mesh.rank, f"can't read {folder}"))
-    told = agree(mesh, {"names": [found.path.name for found in steps or ()]}, error=error if mesh.rank == 0 else None)
+    names = [found.path.name for found in steps or () if step in (None, found.step)]
+    told = agree(mesh, {"names": names}, error=error if mesh.rank == 0 else None)
     for name in told[0][0]["names"]:
         path = folder / name
         try:

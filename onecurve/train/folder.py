@@ -6,7 +6,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from onecurve.checkpoint import clean_leftovers, latest_checkpoint, list_steps, read_manifest
+from onecurve.checkpoint import (
+    clean_leftovers,
+    find_checkpoint,
+    latest_checkpoint,
+    list_steps,
+    parse_place,
+    read_manifest,
+)
 from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
 from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
@@ -120,23 +127,8 @@ def is_end(checkpoint: Path, steps: int) -> bool:
 
 def find_parent(config: Config, place: str) -> tuple[Path, str]:
     """The checkpoint that "RUN[@STEP]" names, and its digest. Raises InputError if this model can't start there."""
-    text, _, step = place.rpartition("@") if "@" in place else (place, "", "")
-    checkpoints = Path(text) / "checkpoints"
-    if step:
-        if not step.isdigit():
-            raise InputError(f"--from {place}: {step!r} is no step; write RUN@STEP with a whole number")
-        path = checkpoints / f"step-{int(step):08d}"
-        if not path.is_dir():
-            there = ", ".join(str(found.step) for found in reversed(list_steps(checkpoints))) or "none"
-            raise InputError(f"--from {place}: no checkpoint of step {step}; steps there: {there}")
-        manifest = read_manifest(path)
-    else:
-        newest, reasons = latest_checkpoint(checkpoints, finite=True)
-        for reason in reasons:
-            say(f"passed over {reason}")
-        if newest is None:
-            raise InputError(f"--from {place}: {text} has no whole checkpoint; give a run folder, or RUN@STEP")
-        path, manifest = newest, read_manifest(newest)
+    path = find_checkpoint(parse_place(place, "--from"), say)
+    manifest = read_manifest(path)
     check_fits(manifest, parameters(config.model), f"--from {place}")
     return path, manifest.state_digest
 
