@@ -27,7 +27,7 @@ from onecurve.train.guard import Guard, GuardState, Rollback
 from onecurve.train.memory import RankMemory, aggregate, measure
 from onecurve.train.parts import new_model
 from onecurve.train.plan import Plan
-from onecurve.train.records import Metrics, log_event, write_json
+from onecurve.train.records import METRICS, REMOVED, Metrics, log_event, write_json
 
 
 @dataclass
@@ -179,11 +179,9 @@ class Session:
                 self.metrics = Metrics(self.plan.folder, keep)
             else:
                 self.metrics.cut(keep)
-            if self.metrics.lost:
-                self.say(
-                    f"metrics.jsonl lacks {self.metrics.lost} of its first {keep} rows: it was changed from outside"
-                )
-                self.event("metrics_lost", rows=self.metrics.lost)
+            if self.metrics.lost or self.metrics.removed:
+                self.say(damage(self.metrics, keep))
+                self.event("metrics_lost", rows=self.metrics.lost, removed=self.metrics.removed)
         if row:  # the run was stopped while it evaluated after this step: that comes first
             if self.held_out is not None and (loss := self.evaluate()) is None:
                 raise Stopped(f"stopped at step {self.step} of {self.config.train.steps}")
@@ -262,6 +260,13 @@ def load_parent(plan: Plan, optimizer: ZeroOptimizer, alive: Alive) -> None:
     if manifest.state_digest != plan.parent_digest:
         found = manifest.state_digest[:16]
         raise ForeignCheckpoint(f"{plan.folder}: {wanted}, but {plan.parent} has {found} now; {cure}")
+
+
+def damage(metrics: Metrics, keep: int) -> str:
+    """What was found wrong with the rows up to step `keep`, in one line."""
+    parts = [f"lines that are no rows, moved to {REMOVED}: {metrics.removed}"] * bool(metrics.removed)
+    parts += [f"steps without a row, of the first {keep}: {metrics.lost}"] * bool(metrics.lost)
+    return f"{METRICS} was changed from outside: {'; '.join(parts)}"
 
 
 def numbered(what: str, first: int, last: int) -> str:
