@@ -23,7 +23,7 @@ from onecurve.optim import Schedule
 from onecurve.parallel import Mesh, ZeroOptimizer
 from onecurve.report.console import Progress, say_on
 from onecurve.train.evaluate import evaluate
-from onecurve.train.guard import Guard, GuardState, Rollback
+from onecurve.train.guard import Guard, GuardState, Rollback, data_step
 from onecurve.train.memory import RankMemory, aggregate, measure
 from onecurve.train.parts import new_model
 from onecurve.train.plan import Plan
@@ -91,7 +91,7 @@ class Session:
             "curve_id": self.plan.curve_id,
             "numerics": self.numerics,
             "data_fingerprint": self.loader.fingerprint,
-            "data_step": self.step + len(state.skipped),
+            "data_step": data_step(self.step + 1, state.skipped),  # of the next step
             "skipped": list(state.skipped),
             "guard": state.to_json() | ({"pending_row": pending_row} if pending_row else {}),
             "faults": list(state.spent),
