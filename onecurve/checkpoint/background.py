@@ -11,6 +11,8 @@ At most one save is in flight. What went wrong behind is raised by the next call
 have to wait for a save (`drain`, and every save in the foreground) they keep in touch meanwhile: see patience.py.
 """
 
+import math
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from onecurve.checkpoint.holdings import Saveable
 from onecurve.checkpoint.lock import Fence
 from onecurve.checkpoint.manifest import Manifest
 from onecurve.checkpoint.mirror import Mirror
-from onecurve.checkpoint.patience import Alive, Task, silent, wait_for_all
+from onecurve.checkpoint.patience import PAUSE, Alive, Task, silent, wait_for_all
 from onecurve.checkpoint.policy import MIN_KEEP, apply_retention
 from onecurve.checkpoint.save import PendingSave
 from onecurve.checkpoint.store import step_name
@@ -35,7 +37,8 @@ class Checkpointer:
     saves that they committed (at most two); a failed save raises, alike on all ranks, and leaves no save in flight.
 
     `folder`: the run's `checkpoints`; `keep`: see `policy.to_remove`; `mirror`: copies each committed checkpoint away;
-    `alive`: called while this rank waits for a save and its bytes move.
+    `alive`: called while this rank waits for a save and its bytes move; `patience`: seconds without one after which
+    `close` gives a copy to the mirror up.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class Checkpointer:
         fence: Fence | None = None,
         mirror: Mirror | None = None,
         alive: Alive = silent,
+        patience: float = math.inf,
     ) -> None:
         if keep < MIN_KEEP:
             raise InputError(f"checkpoint.keep = {keep}: at least {MIN_KEEP}")
         self.folder, self.optimizer, self.background, self.keep = folder, optimizer, background, keep
         self.mesh: Shares = optimizer.mesh
         self.fence, self.mirror, self.alive = fence, mirror, alive
+        self.patience = patience
         self._scratch: list[np.ndarray] = []
         self._pending: PendingSave | None = None
         self._gathered = False
@@ -114,11 +119,23 @@ class Checkpointer:
         return committed
 
     def close(self) -> list[Manifest]:
-        """Collective: `drain`, and wait for the mirror."""
+        """Collective: `drain`, and wait for the mirror as long as its bytes move."""
         committed = self.drain()
-        if self.mirror is not None:
-            self.mirror.drain()
+        moved, since = -1, time.monotonic()
+        # The ranks that wait are alive. That a copy hangs is no fault of theirs, so it is given up and not blamed.
+        while any(busy == b"1" for busy in self.mesh.share(b"1" if self._copying else b"0")):
+            self.alive("copy to the mirror")
+            time.sleep(PAUSE)
+            if self.mirror is not None and self._copying:
+                if self.mirror.moved != moved:
+                    moved, since = self.mirror.moved, time.monotonic()
+                elif time.monotonic() - since > self.patience:
+                    self.mirror.give_up(f"nothing moved for {self.patience:g} s")
         return committed
+
+    @property
+    def _copying(self) -> bool:
+        return self.mirror is not None and bool(self.mirror.waiting)
 
     def take_notes(self) -> list[str]:
         """Rank 0: what should be said and is no reason to stop (a removal or a mirror copy that failed), once each."""

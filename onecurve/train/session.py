@@ -127,12 +127,6 @@ class Session:
 
     def close(self) -> None:
         """Wait for what is still being written, and copied to the mirror. Collective."""
-        self._note_saves(self.saver.drain)
-        if (mirror := self.saver.mirror) is not None:
-            # Copies may take longer than the ranks wait for each other, so they keep in touch meanwhile.
-            while any(busy == b"1" for busy in self.mesh.share(b"1" if mirror.waiting else b"0")):
-                self.keep_alive()
-                time.sleep(0.1)
         self._note_saves(self.saver.close)
         if self.memory is not None:
             self.measure_memory()  # again: now the copies that saves work from are there

@@ -53,6 +53,7 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         fence=plan.fence,
         mirror=Mirror(config.checkpoint.mirror, keep=config.checkpoint.keep) if config.checkpoint.mirror else None,
         alive=context.alive,
+        patience=config.limits.stall_seconds,
     )
     session = Session(
         plan=plan,
