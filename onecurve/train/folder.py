@@ -3,10 +3,13 @@
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from onecurve.checkpoint import (
+    Fence,
+    RunLock,
     clean_leftovers,
     find_checkpoint,
     latest_checkpoint,
@@ -15,6 +18,7 @@ from onecurve.checkpoint import (
     read_manifest,
 )
 from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
+from onecurve.checkpoint.lock import FENCE_NAME, LOCK_NAME
 from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
 from onecurve.config import Config, config_to_toml, load_config, resume_config
@@ -70,6 +74,25 @@ def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
         write_json(folder / "run.json", plan.identity(corpus.fingerprint))
     say(f"run folder {folder}")
     return plan
+
+
+@contextlib.contextmanager
+def leaving_nothing(folder: Path) -> Iterator[Fence]:
+    """The lock of the run folder while the start is prepared and the run goes on. Where the start is refused, what was
+    made for it is removed: the lock's files and the folders, unless they were there before or hold anything else."""
+    made = [folder / name for name in (LOCK_NAME, FENCE_NAME) if not (folder / name).exists()]
+    folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    with RunLock(folder) as fence:
+        try:
+            yield fence
+        except InputError:
+            if not (folder / "config.toml").exists():  # no run was there, and none was begun
+                for path in made:
+                    path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    for path in folders:
+                        path.rmdir()
+            raise
 
 
 def resumed(plan: Plan, overrides: tuple[str, ...]) -> tuple[Plan, list[str]]:
