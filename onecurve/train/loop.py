@@ -33,7 +33,7 @@ def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None 
     while session.step < plan.last_step:
         began = time.perf_counter()
         stats, rate = train_step(session)
-        objection = session.guard.objection(stats)
+        objection = None if stats.accepted else session.guard.objection(stats)  # without a token there is none
         if objection:
             session.go_back(session.guard.roll_back(session.step + 1, objection, session.fault_steps))
             continue
