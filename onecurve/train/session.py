@@ -164,6 +164,7 @@ class Session:
             if self.plan.parent_digest:
                 load_parent(self.plan, self.optimizer, self.context.alive)
             else:
+                # Trained parameters only: this model has no buffers, and nothing of it is frozen.
                 self.optimizer.reset(dict(new_model(self.config).named_parameters()))
             self.step = 0
             self.guard.state = GuardState()
