@@ -18,10 +18,12 @@ class Mesh:
     Reads this process's rank from torch.distributed, which must be initialised where there is more than one rank.
     `transport` moves the bytes of the data axis: "shm" (ranks on one Linux host), "alltoall", "p2p", or "auto": shm
     where all ranks are on one host, else p2p. `limit`: seconds that a rank waits for another.
-    Raises InputError if the axes do not multiply to the number of ranks.
+    Raises InputError if the axes do not multiply to the number of ranks, or for an axis that is not built yet.
     """
 
     def __init__(self, dp: int = 1, tp: int = 1, pp: int = 1, *, transport: str = "auto", limit: float = 300.0) -> None:
+        if tp != 1 or pp != 1:
+            raise InputError(f"mesh: tp = {tp}, pp = {pp}: only data parallelism is built yet; both must be 1")
         self.dp, self.tp, self.pp = dp, tp, pp
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1

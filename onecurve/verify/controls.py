@@ -11,7 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -21,13 +21,14 @@ from torch import Tensor
 from onecurve.data.loader import Loader
 from onecurve.errors import InputError
 from onecurve.model import gpt
-from onecurve.parallel import norms, ownership, zero
+from onecurve.parallel import norms, ownership, stats
 from onecurve.parallel.bands import Band, GradientSpace
 from onecurve.parallel.contiguous import ContiguousGradients
 from onecurve.parallel.norms import SharedNorm
+from onecurve.parallel.stats import Agreement, Stats
 from onecurve.parallel.strided import StridedGradients
 from onecurve.parallel.tree import TreeSum, contiguous_leaves
-from onecurve.parallel.zero import Stats, ZeroOptimizer
+from onecurve.parallel.zero import ZeroOptimizer
 
 ENVIRONMENT = "ONECURVE_BREAK"
 
@@ -90,44 +91,34 @@ def ring_sum(rank: int) -> None:
 def contiguous_ticks(rank: int) -> None:
     """ZeRO-2 and 3 give each rank a contiguous range of leaves, though one leaf of each rank is added per tick."""
 
-    def begin(original: Callable[..., None]) -> Callable[..., None]:
-        def init(self: StridedGradients, space: GradientSpace, transport: Any, leaves: int, accumulate: int) -> None:
-            original(self, space, transport, leaves, accumulate)
-            if leaves % transport.size == 0:
-                self.leaf_ids = list(contiguous_leaves(leaves, transport.size, transport.rank))
-
-        return init
-
-    def leaves_of(original: Callable[..., Sequence[int]]) -> Callable[..., Sequence[int]]:
-        def of(self: ZeroOptimizer, rank: int) -> Sequence[int]:
-            if self.leaves % self.mesh.dp == 0:
-                return contiguous_leaves(self.leaves, self.mesh.dp, rank)
-            return original(self, rank)
+    def leaves_of(original: Callable[..., range]) -> Callable[..., range]:
+        def of(self: StridedGradients, rank: int) -> range:
+            width = self._transport.size
+            return original(self, rank) if self._leaves % width else contiguous_leaves(self._leaves, width, rank)
 
         return of
 
-    _replace(StridedGradients, "__init__", begin)
-    _replace(ZeroOptimizer, "_leaves_of", leaves_of)
+    _replace(StridedGradients, "leaves_of", leaves_of)
 
 
 def losses_in_float(rank: int) -> None:
     """Losses are added in fp32, on each rank and then over the ranks. (Added in fp64 in any order, so few fp32 losses
     make an exact sum: that breaks nothing.)"""
 
-    def agree(original: Callable[..., Stats]) -> Callable[..., Stats]:
-        def summed(self: ZeroOptimizer, *args: Any) -> Stats:
-            owners = [list(self._leaves_of(r)) for r in range(self.mesh.dp)]
+    def reach(original: Callable[..., Stats]) -> Callable[..., Stats]:
+        def summed(self: Agreement, *args: Any) -> Stats:
+            owners = [list(self._leaves_of(r)) for r in range(self._transport.size)]
 
             def add(values: Iterable[float]) -> float:
                 each = torch.tensor(list(values))
                 return float(torch.stack([each[own].sum() for own in owners]).sum())
 
-            zero.tree_sum = add
+            stats.tree_sum = add
             return original(self, *args)
 
         return summed
 
-    _replace(ZeroOptimizer, "_agree", agree)
+    _replace(Agreement, "reach", reach)
 
 
 def data_by_rank(rank: int) -> None:
@@ -184,10 +175,10 @@ def divide_first(rank: int) -> None:
     """Gradients are divided by the tokens and then multiplied by the clip factor: two roundings."""
 
     def divided(original: Callable[..., None]) -> Callable[..., None]:
-        def update(self: ZeroOptimizer, gradient: Sequence[tuple[int, Tensor]], stats: Stats, lr: float) -> None:
+        def update(self: ZeroOptimizer, gradient: Sequence[tuple[int, Tensor]], found: Stats, lr: float) -> None:
             for _, tensor in gradient:
-                tensor.div_(stats.tokens)
-            original(self, gradient, Stats(stats.loss, stats.norm, 1, stats.finite), lr)
+                tensor.div_(found.tokens)
+            original(self, gradient, replace(found, tokens=1), lr)
 
         return update
 
@@ -208,6 +199,8 @@ def reduce_each_micro_batch(rank: int) -> None:
 
     def end(self: ContiguousGradients, leaf: int, last: bool) -> None:
         assert self._current is not None
+        for p in self._in_place.values():
+            p.grad = None
         self.__dict__["micro_trees"][self.__dict__["micro"]].push(leaf, 1, self._current, writable=True)
 
     def reduce(self: ContiguousGradients) -> list[tuple[int, Tensor]]:
