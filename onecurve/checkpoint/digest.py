@@ -99,8 +99,12 @@ def digest_part(
     ranges: Iterable[Range],
     buffers: Sequence[np.ndarray],
     leaf_hash: LeafHash = LEAF_HASH,
+    beside: Callable[[memoryview], object] | None = None,
 ) -> Part:
-    """Hash this holder's `ranges` of its `buffers`: one 1-D fp32 array for each of KINDS."""
+    """Hash this holder's `ranges` of its `buffers`: one 1-D fp32 array for each of KINDS.
+
+    `beside` is called with all bytes, kind by kind and range by range, in pieces that are in cache then.
+    """
     part, hasher = Part(), HASHES[leaf_hash]
     order = {(slot.name, slot.slice): index for index, slot in enumerate(slots)}
     ranges = list(ranges)
@@ -112,6 +116,8 @@ def digest_part(
             while offset < end:
                 stop = min(end, (offset // CHUNK + 1) * CHUNK)
                 view = data[base + 4 * offset : base + 4 * stop]
+                if beside is not None:
+                    beside(view)
                 if offset % CHUNK == 0 and (stop % CHUNK == 0 or stop == slots[slot].numel):
                     part.leaves[kind, slot, offset // CHUNK] = hasher(view).digest()
                 else:
