@@ -34,6 +34,7 @@ class Mesh:
         self.tp_rank = self.rank % tp
         self.dp_rank = self.rank // tp % dp
         self.pp_rank = self.rank // (tp * dp)
+        self.transport: Transport = PointToPoint(self.rank, self.world)  # needs nothing yet; `share` below goes over it
         self.transport_name, self.transport = self._make_transport(transport, limit)
 
     def _make_transport(self, name: str, limit: float) -> tuple[str, Transport]:
@@ -52,7 +53,7 @@ class Mesh:
 
     def share(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order. Collective over all ranks; for rare, small things."""
-        return share_any(payload, self.world) if self.world > 1 else [payload]
+        return share_any(payload, self.transport.share) if self.world > 1 else [payload]
 
     def barrier(self) -> None:
         self.share(b".")
