@@ -65,7 +65,7 @@ def test_flags_are_there(command: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from onecurve.cli import main; main(['--help']);"
-        "sys.exit(' '.join({'torch', 'pydantic', 'rich', 'numpy', 'tokenizers'} & set(sys.modules)) or 0)"
+        "sys.exit(' '.join({'torch', 'pydantic', 'rich', 'numpy', 'tokenizers', 'blake3'} & set(sys.modules)) or 0)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)

@@ -98,7 +98,7 @@ class Checkpointer:
             count=self._task.count,
         )
         self._pending, self._gathered = pending, False
-        self._task.start(pending.write, "checkpoint")
+        self._task.start(pending.write)
         return committed if self.background else committed + self.drain()
 
     def poll(self, all_ready: bool | None = None) -> list[Manifest]:
@@ -152,7 +152,7 @@ class Checkpointer:
         pending.gather()
         self._pending, self._gathered = pending, True
         if self.mesh.rank == 0:
-            self._task.start(lambda: pending.commit(self._after_commit), "checkpoint")
+            self._task.start(lambda: pending.commit(self._after_commit))
         return []
 
     def _after_commit(self, manifest: Manifest) -> None:

@@ -20,7 +20,7 @@ from onecurve.checkpoint.agree import Alone, Shares, agree, attempt
 from onecurve.checkpoint.digest import Part, combine, digest_part, nodes, slots_of
 from onecurve.checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from onecurve.checkpoint.holdings import Saveable, owned_places
-from onecurve.checkpoint.manifest import KINDS, FileEntry, Manifest, parse_manifest
+from onecurve.checkpoint.manifest import KINDS, LEAF_HASH, FileEntry, LeafHash, Manifest, parse_manifest
 from onecurve.checkpoint.patience import Alive, Count, silent, together
 from onecurve.checkpoint.read import check_folder, check_hash, parse_checked, read_extra, read_manifest_bytes
 from onecurve.checkpoint.reshard import check_fits, plan_reads
@@ -74,7 +74,8 @@ def load_checkpoint(
             raise ForeignCheckpoint(
                 f"{path}: this model has no frozen parameter or buffer {', '.join(sorted(missing))}"
             )
-        found = combine(slots_of(manifest.tensors), [Part.unpack(*message) for message in told])
+        parts = [Part.unpack(*message) for message in told]
+        found = combine(slots_of(manifest.tensors), parts, manifest.leaf_hash)
         if found != manifest.state_digest:
             raise DamagedCheckpoint(f"{path}: what was read does not have the manifest's state digest")
     except DamagedCheckpoint as error:
@@ -181,12 +182,14 @@ def _fill(path: Path, manifest: Manifest, optimizer: Saveable, count: Count) -> 
                                     f"{target.dtype} {tuple(target.shape)} in this model")  # fmt: skip
         with torch.no_grad():
             target.copy_(saved)
-    return _own_part(optimizer)
+    return _own_part(optimizer, manifest.leaf_hash, count)
 
 
-def _own_part(optimizer: Saveable) -> Part:
+def _own_part(optimizer: Saveable, leaf_hash: LeafHash = LEAF_HASH, count: Count = silent) -> Part:
     buffers = [floats(getattr(optimizer, kind).detach().cpu()) for kind in KINDS]
-    return digest_part(slots_of(optimizer.table.parameters), owned_places(optimizer), buffers)
+    return digest_part(
+        slots_of(optimizer.table.parameters), owned_places(optimizer), buffers, leaf_hash, lambda v: count(len(v))
+    )
 
 
 def _load_error(rank: int, doing: str, cause: BaseException) -> CheckpointError:

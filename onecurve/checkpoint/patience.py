@@ -6,6 +6,7 @@ ended. In each round a rank gives a sign of life if its own work moved bytes sin
 whose disk really hangs falls silent, it alone, and whoever watches the ranks can name it.
 """
 
+import _thread
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,12 +28,11 @@ class Task:
 
     def __init__(self) -> None:
         self.moved = 0
-        self._thread: threading.Thread | None = None
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def start(self, work: Callable[[], object], name: str) -> None:
+    def start(self, work: Callable[[], object]) -> None:
         self._done.clear()
         self._result = self._error = None
 
@@ -44,8 +44,8 @@ class Task:
             finally:
                 self._done.set()
 
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
-        self._thread.start()
+        # Thread.start() would wait until the thread runs, for milliseconds where ranks outnumber cores.
+        _thread.start_new_thread(run, ())
 
     def count(self, nbytes: int) -> None:
         self.moved += nbytes
@@ -59,8 +59,7 @@ class Task:
 
     def result(self) -> Any:
         """What the work returned, or its exception; waits for its end."""
-        if self._thread is not None:
-            self._thread.join()
+        self._done.wait()
         if self._error is not None:
             raise self._error
         return self._result
@@ -81,7 +80,7 @@ def wait_for_all(mesh: Shares, task: Task, alive: Alive, what: str) -> None:
 def together(mesh: Shares, work: Callable[[Count], T], alive: Alive, what: str) -> T:
     """Collective: each rank's `work`, which calls back with the bytes that it has moved; its result here."""
     task = Task()
-    task.start(lambda: work(task.count), what)
+    task.start(lambda: work(task.count))
     wait_for_all(mesh, task, alive, what)
     result: T = task.result()
     return result
