@@ -5,20 +5,21 @@ torch, pydantic and rich are imported inside the commands that need them, so tha
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
+from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, cast
 
 import typer
 
 from onecurve import __version__
 from onecurve.errors import CheckFailed, InputError, OnecurveError
+from onecurve.paths import FILE, FOLDER, need, need_place, refusal
 from onecurve.report.console import printable, say_on
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 # Some versions of typer carry click inside, others use the package: ClickException is reached through typer's own name.
 USAGE_ERRORS = cast(tuple[type[Exception], ...], (typer.BadParameter.__mro__[2],))
+EMPTY_OPTION = re.compile(r"--(?!prompt=)[a-z-]+=")
 BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell shows for any program whose reader went away
 
 ConfigArg = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")]
@@ -60,7 +62,11 @@ def demo(
     ] = None,
 ) -> int:
     """Train on 4 ranks, prove four invariants, resume byte for byte."""
-    return _capstone().main(run)
+    from onecurve.capstone import load_capstone
+
+    if run is not None:
+        need_place(run, FOLDER, "--run", "name a folder, new or not")
+    return load_capstone().main(run)
 
 
 @app.command()
@@ -100,15 +106,15 @@ def verify(
     config: ConfigArg,
     set_: SetOption = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="A few combinations instead of all.")] = False,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the proof goes.")] = Path("verify.json"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The proof.")] = Path("verify.json"),
 ) -> int:
     """Prove on this config that every layout gives the same bits."""
     from onecurve.config import load_config
     from onecurve.report.console import Stages
 
     loaded = load_config(config, set_)
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: no such folder {out.parent}; make it, or give another file")
+    need_place(out, FILE, "--out", "give another file")
+    need(out.parent, FOLDER, f"--out {out}: its folder", "make it, or give another file")
     from onecurve.train.records import write_json
     from onecurve.verify import controls, prove
 
@@ -230,10 +236,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        for before, word in pairwise(["", *words]):
+            # a variable that is not set; as a path it would be taken for the folder where the command runs
+            if before != "--prompt" and (not word or EMPTY_OPTION.fullmatch(word)):
+                what = word or f"the argument after {before or 'onecurve'}"
+                raise InputError(f"{what} is empty; give a value, or leave it out")
         # not click's own main(): it answers a broken pipe with 1 and an interrupt with 130
         command = typer.main.get_command(app)
-        with command.make_context("onecurve", list(sys.argv[1:] if arguments is None else arguments)) as context:
+        with command.make_context("onecurve", words) as context:
             code = command.invoke(context)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -257,7 +269,10 @@ def _run(arguments: list[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted")
         return 75
-    except Exception:
+    except Exception as error:
+        if line := refusal(error):
+            _complain(line)
+            return InputError.exit_code
         # a mistake of ours, and not exit code 1: that one says that a check was made and failed
         traceback.print_exc()
         return 3
@@ -265,23 +280,6 @@ def _run(arguments: list[str] | None) -> int:
 
 def _interrupt(_signum: int, _frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _capstone() -> ModuleType:
-    """`code/main.py` as a module: beside the package in a source checkout, inside it once installed (see setup.py)."""
-    package = Path(__file__).parent
-    places = [package / "_capstone" / "main.py", package.parent / "code" / "main.py"]
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        raise InputError(
-            f"the demo's program is missing: looked for {' and '.join(map(str, places))}; install onecurve again"
-        )
-    spec = importlib.util.spec_from_file_location("onecurve_capstone", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling by spawn look it up by name
-    spec.loader.exec_module(module)
-    return module
 
 
 def _not_built(command: str) -> InputError:

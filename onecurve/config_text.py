@@ -19,12 +19,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from onecurve.errors import ConfigError
+from onecurve.paths import read_bytes
+from onecurve.paths import show as show_path
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+CONFIG_LIMIT = 1 << 20  # bytes
 FAULT_EXAMPLE = "{ step = 12, factor = 1000.0 }"
 _USER = re.compile(r"(?<=://)[^/?#]*@")
 _SECRET_VALUE = re.compile(
@@ -45,22 +48,17 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, cure: str = "give a TOML file such as configs/demo.toml") -> dict[str, Any]:
     """The tables of a TOML file; a byte-order mark and CRLF are fine. ConfigError for whatever is no such file."""
+    content = read_bytes(path, "config", cure, CONFIG_LIMIT, ConfigError)
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"config {path}: no such file; give a TOML file such as configs/demo.toml") from None
-    except IsADirectoryError:
-        raise ConfigError(f"config {path}: is a folder; give the path of a TOML file in it") from None
-    except OSError as error:
-        raise ConfigError(f"config {path}: can't be read ({error.strerror}); check its path and permissions") from None
+        tables = tomllib.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config {path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+        raise ConfigError(f"config {show_path(path)}: byte {error.start} is not UTF-8; {cure}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"config {path}: not valid TOML: {error}; compare it with configs/demo.toml") from None
+        raise ConfigError(f"config {show_path(path)}: not valid TOML: {error}; {cure}") from None
     if not tables:
-        raise ConfigError(f"config {path}: is empty; it needs at least one section, see configs/demo.toml")
+        raise ConfigError(f"config {show_path(path)}: is empty; {cure}")
     return tables
 
 

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,7 @@ import pytest
 
 from onecurve import cli
 from onecurve.data.prepare import write_corpus
-from tests.commands import DEMO, environment, rows, train_here
-
-Complain = pytest.CaptureFixture[str]
+from tests.commands import DEMO, Complain, as_nobody, complaint, environment, rows, train_here
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +34,7 @@ def run(started: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(started, tmp_path / "run"))
 
 
-def complaint(capfd: Complain, *arguments: object) -> str:
-    """The one line."""
-    capfd.readouterr()
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capfd.readouterr()
-    assert code == 2, (code, out, err)
-    assert out == "" and err.count("\n") == 1 and err.endswith("\n") and err.startswith("onecurve: "), err
-    return err
-
-
-def content(folder: Path) -> dict[str, str]:
+def checksums(folder: Path) -> dict[str, str]:
     """Every file of a run with its hash, but for the names of the last owner of the lock."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("run.lock", "run.fence")]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
@@ -224,17 +211,17 @@ def test_texts_that_can_not_be_prepared(kind: str, tmp_path: Path, capfd: Compla
 
 
 def test_a_folder_that_holds_a_run(run: Path, capfd: Complain) -> None:
-    before = content(run)
+    before = checksums(run)
     said = complaint(capfd, "train", DEMO, "--run", run)
     assert "holds a run already" in said and "--resume" in said
-    assert content(run) == before
+    assert checksums(run) == before
     (run / "run.json").unlink()  # its checkpoints alone are a run as well
     assert "holds a run already" in complaint(capfd, "train", DEMO, "--run", run)
-    assert content(run).keys() == before.keys() - {"run.json"}
+    assert checksums(run).keys() == before.keys() - {"run.json"}
 
 
 def test_a_folder_in_use(run: Path, capfd: Complain) -> None:
-    before = content(run)
+    before = checksums(run)
     hold = (
         "import sys, time; from pathlib import Path; from onecurve.checkpoint import RunLock\n"
         "with RunLock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
@@ -244,7 +231,7 @@ def test_a_folder_in_use(run: Path, capfd: Complain) -> None:
         said = complaint(capfd, "train", DEMO, "--run", run, "--resume")
         holder.kill()
     assert "in use" in said and str(holder.pid) in said
-    assert content(run) == before
+    assert checksums(run) == before
 
 
 def test_a_checkpoint_of_another_curve(run: Path, tmp_path: Path, capfd: Complain) -> None:
@@ -254,18 +241,48 @@ def test_a_checkpoint_of_another_curve(run: Path, tmp_path: Path, capfd: Complai
     name = "step-00000004"
     shutil.rmtree(run / "checkpoints" / name)
     shutil.copytree(other / "checkpoints" / name, run / "checkpoints" / name)
-    before = content(run)
+    before = checksums(run)
     said = complaint(capfd, "train", DEMO, "--run", run, "--resume")
     theirs, ours = (json.loads((r / "run.json").read_text())["curve_id"] for r in (other, run))
     assert name in said and theirs in said and ours in said and "--from" in said
-    assert content(run) == before
+    assert checksums(run) == before
 
 
 def test_a_resume_that_asks_for_another_curve(run: Path, capfd: Complain) -> None:
-    before = content(run)
+    before = checksums(run)
     said = complaint(capfd, "train", DEMO, "--run", run, "--resume", "--set", "optimizer.lr=1e-3")
     assert "optimizer.lr" in said and "--from" in said
-    assert content(run) == before
+    assert checksums(run) == before
+
+
+RECORDS = {
+    "no config": ("config.toml", None, "no such file; put the config there that the run was started with"),
+    "an empty config": ("config.toml", "", "is empty; put the config there that the run was started with"),
+    "no TOML": ("config.toml", "[train", "not valid TOML"),
+    "a config with another key": ("config.toml", "[train]\nleafs = 3\n", "unknown key train.leafs"),
+    "an empty record": ("run.json", "", "it is empty; remove it and resume with the config"),
+    "a record of other things": (
+        "run.json",
+        "[3]",
+        "it is not JSON with curve_id, parent, data_fingerprint; remove it",
+    ),
+    "a torn record": ("run.json", '{"curve_id": "a', "it is not JSON with curve_id"),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_run_that_lost_what_says_what_it_is(kind: str, run: Path, capfd: Complain) -> None:
+    name, content, words = RECORDS[kind]
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_text(content)
+    before = checksums(run)
+    said = complaint(capfd, "train", DEMO, "--set", "train.steps=4", "--run", run, "--resume")
+    assert f"{run / name}: " in said and words in said, said
+    assert checksums(run) == before
+    if name == "run.json":  # the cure cures
+        (run / name).unlink()
+        assert train_here(run, "train.steps=4", "checkpoint.every_steps=2", flags=("--resume",)) == 0
 
 
 def test_another_model_than_the_parents(run: Path, tmp_path: Path, capfd: Complain) -> None:
@@ -274,19 +291,6 @@ def test_another_model_than_the_parents(run: Path, tmp_path: Path, capfd: Compla
     assert "embedding" in said and not new.exists()
     assert "99" in complaint(capfd, "train", DEMO, "--from", f"{run}@99", "--run", new)
     assert "nowhere" in complaint(capfd, "train", DEMO, "--from", "nowhere", "--run", new)
-
-
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    """Without root's right to write and read everywhere."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def test_a_place_without_permission(capfd: Complain) -> None:
@@ -313,9 +317,9 @@ def test_a_read_only_file_system(started: Path, tmp_path: Path, capfd: Complain)
     try:
         run = Path(shutil.copytree(started, mounted / "run"))
         subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
-        before = content(run)
+        before = checksums(run)
         assert "Read-only" in complaint(capfd, "train", DEMO, "--run", run, "--resume")
         assert "Read-only" in complaint(capfd, "train", DEMO, "--run", mounted / "new")
-        assert content(run) == before
+        assert checksums(run) == before
     finally:
         subprocess.run(["umount", mounted], check=True)
