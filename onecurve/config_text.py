@@ -8,7 +8,9 @@ imports it, not the other way round.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
+import operator
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -94,16 +96,24 @@ def apply_overrides(tables: dict[str, Any], overrides: Iterable[str], config: ty
         name, equals, raw = text.partition("=")
         keys = [key.strip() for key in name.split(".")]
         if not equals or len(keys) < 2 or not all(keys):
-            near = nearest(name.strip(), config)
-            raise ConfigError(
-                f"--set {without_secrets(text)}: write it as section.key=value; the nearest known key is {near}"
-            )
+            raise ConfigError(f"--set {without_secrets(text)}: write it as section.key=value; {_hint(keys, config)}")
         table = tables
         for depth, key in enumerate(keys[:-1], 1):
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"--set {name}: {'.'.join(keys[:depth])} is a value, not a table; set it as a whole")
         table[keys[-1]] = _parse(raw.strip(), _field(keys, config))
+
+
+def _hint(keys: list[str], config: type[BaseModel]) -> str:
+    """What an override may have meant that names no section and key, or gives no value."""
+    section = config.model_fields.get(keys[0])
+    if section is not None and not any(keys[1:]):
+        return f"the keys of {keys[0]} are {', '.join(_table_type(section).model_fields)}"
+    name = ".".join(key for key in keys if key)
+    if _field(name.split("."), config) is not None:
+        return f"for example {name}=VALUE"
+    return f"the nearest known key is {nearest(name, config)}" if name else "it names no key"
 
 
 def _parse(raw: str, field: FieldInfo | None) -> Any:
@@ -117,10 +127,12 @@ def _parse(raw: str, field: FieldInfo | None) -> Any:
     return raw if wants_text or len(parsed) != 1 else value
 
 
-def explain(error: Mapping[str, Any], config: type[BaseModel]) -> str:
-    """One line for one of pydantic's errors."""
+def explain(error: Mapping[str, Any], config: type[BaseModel], tables: Mapping[str, Any]) -> str:
+    """One line for one of pydantic's errors about `tables`."""
     keys = [key for key in error["loc"] if isinstance(key, str)]  # a place inside a tuple is the tuple's
     field, name, value = _field(keys, config), ".".join(keys), error["input"]
+    if len(keys) < len(error["loc"]):
+        value = functools.reduce(operator.getitem, keys, tables)
     if error["type"] == "extra_forbidden":
         kind = "section" if len(keys) == 1 and isinstance(value, dict) else "key"
         return f"unknown {kind} {name}: the nearest known one is {nearest(name, config, kind)}; rename or remove it"
