@@ -96,8 +96,11 @@ def plan(config: ConfigArg, set_: SetOption = []) -> int:  # noqa: B006
     """Show mesh, memory per rank, traffic and disk; starts no process."""
     from onecurve.config import load_config
     from onecurve.report.plan import plan_lines
+    from onecurve.train.corpora import check_corpora
 
-    _print(plan_lines(load_config(config, set_)))
+    loaded = load_config(config, set_)
+    check_corpora(loaded)
+    _print(plan_lines(loaded))
     return 0
 
 

@@ -12,12 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from onecurve import cli
-from onecurve.data.prepare import write_corpus
-from tests.commands import DEMO, Complain, as_nobody, complaint, environment, rows, train_here
+from tests.commands import DEMO, Complain, as_nobody, complaint, environment, train_here
 
 
 @pytest.fixture(scope="module")
@@ -76,88 +74,6 @@ def test_a_bad_value(
     said = complaint(capfd, command, DEMO, "--set", setting)
     assert [word for word in words if word not in said] == [], said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_corpus_that_is_not_there(tmp_path: Path, capfd: Complain) -> None:
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={tmp_path}/nowhere", "--run", tmp_path / "run")
-    assert "nowhere" in said and "no such folder" in said and list(tmp_path.iterdir()) == []
-
-
-# --- corpora ---------------------------------------------------------------------------------------------------------
-
-
-def ids(count: int, below: int = 64) -> np.ndarray:
-    return np.arange(count, dtype=np.int64) % below
-
-
-def corpus(folder: Path, tokens: np.ndarray, vocab: int) -> Path:
-    write_corpus(folder, train=[tokens], vocab=vocab)
-    return folder
-
-
-def test_an_empty_corpus(tmp_path: Path, capfd: Complain) -> None:
-    made = corpus(tmp_path / "empty", ids(0), 64)
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-    assert "empty" in said and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("count", [1, 16])
-def test_a_corpus_shorter_than_a_window(count: int, tmp_path: Path, capfd: Complain) -> None:
-    made = corpus(tmp_path / "short", ids(count), 64)
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-    assert f"its {count} token" in said and "context + 1 = 17" in said and not (tmp_path / "run").exists()
-
-
-def test_a_corpus_with_fewer_windows_than_a_step_draws(tmp_path: Path, capfd: Complain) -> None:
-    made = corpus(tmp_path / "short", ids(15 * 16 + 1), 64)
-    assert "16" in complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-
-
-@pytest.mark.parametrize("kind", ["a file", "an empty folder", "a folder of texts"])
-def test_what_is_no_corpus(kind: str, tmp_path: Path, capfd: Complain) -> None:
-    """Case 24: a directory, or a file, where a corpus is expected."""
-    place = tmp_path / "place"
-    if kind == "a file":
-        place.write_text("text")
-    else:
-        place.mkdir()
-    if kind == "a folder of texts":
-        (place / "a.txt").write_text("text")
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={place}", "--run", tmp_path / "run")
-    assert "place" in said and "onecurve prepare" in said and not (tmp_path / "run").exists()
-
-
-def test_a_token_file_of_another_vocabulary(tmp_path: Path, capfd: Complain) -> None:
-    """Case 25: it would be looked up beyond the embedding, or mean other words."""
-    for vocab in (32, 65, 70_000):
-        made = corpus(tmp_path / f"v{vocab}", ids(4096, min(vocab, 64)), vocab)
-        said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-        assert str(vocab) in said and "64" in said and "model.vocab" in said
-
-
-def test_a_token_id_that_the_vocabulary_does_not_have(tmp_path: Path, capfd: Complain) -> None:
-    """Case 25, in a file whose manifest and hash were made to fit."""
-    made = corpus(tmp_path / "corpus", ids(4096), 64)
-    tokens = np.fromfile(made / "train.bin", np.uint8)
-    tokens[1234] = 64
-    tokens.tofile(made / "train.bin")
-    from onecurve.data.text import CorpusManifest, Part, read_manifest
-
-    old = read_manifest(made)
-    part = old.parts["train"]
-    new = Part(part.tokens, part.documents, part.text_bytes, hashlib.sha256(tokens.tobytes()).hexdigest())
-    manifest = CorpusManifest(old.vocab, old.tokenizer, old.tokenizer_sha256, {**old.parts, "train": new}, old.made)
-    (made / "manifest.json").write_text(manifest.to_json())
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-    assert "token id 64" in said and "0 … 63" in said and not (tmp_path / "run").exists()
-
-
-def test_ids_beyond_16_bits_are_trained_on_as_they_are(tmp_path: Path) -> None:
-    """Case 25: 65,535 is no limit."""
-    made = corpus(tmp_path / "corpus", ids(4096, 64) + 65_536, 65_600)
-    sets = (f"data.source={made}", "model.vocab=65600", "train.steps=2", "model.width=8", "layout.dp=2")
-    assert train_here(tmp_path / "run", *sets) == 0
-    assert len(rows(tmp_path / "run")) == 2
 
 
 # --- texts and configs: case 24 --------------------------------------------------------------------------------------

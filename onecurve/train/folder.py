@@ -18,6 +18,7 @@ from onecurve.errors import ConfigError, InputError
 from onecurve.paths import FOLDER, need, read_bytes, show
 from onecurve.report.console import say_on
 from onecurve.report.plan import parameters
+from onecurve.train.corpora import check_corpora
 from onecurve.train.order import Order
 from onecurve.train.parts import new_loader
 from onecurve.train.plan import Plan
@@ -29,6 +30,7 @@ RECORD_LIMIT = 1 << 20  # bytes of a run.json
 
 def locate(order: Order, *, full_check: bool) -> Plan:
     """The plan of a new run of this order, without a fence: folder, curve and parent. `full_check` reads the corpus."""
+    check_corpora(order.config)
     loader = new_loader(order.config, full_check=full_check)
     parent, digest = find_parent(order.config, order.from_) if order.from_ else (None, "")
     identity = curve_id(order.config, loader.fingerprint, digest or None)
