@@ -1,26 +1,20 @@
-"""The commands. Results go to stdout, everything else to stderr; `main` turns every error into its exit code.
+"""The commands. Results go to stdout, everything else to stderr; `run_command` turns every error into its exit code.
 
 torch, pydantic and rich are imported inside the commands that need them, so that `--help` comes at once.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import sys
-import threading
-import traceback
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
 from onecurve import __version__
-from onecurve.errors import CheckFailed, InputError, OnecurveError
-from onecurve.paths import FILE, FOLDER, need, need_place, refusal
-from onecurve.report.console import printable, say_on
+from onecurve.errors import CheckFailed, InputError
+from onecurve.exits import complain, run_command
+from onecurve.paths import FILE, FOLDER, need, need_place
 
 app = typer.Typer(
     name="onecurve",
@@ -30,11 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Some versions of typer carry click inside, others use the package: ClickException is reached through typer's own name.
-USAGE_ERRORS = cast(tuple[type[Exception], ...], (typer.BadParameter.__mro__[2],))
-EMPTY_OPTION = re.compile(r"--(?!prompt=)[a-z-]+=")
-BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell shows for any program whose reader went away
-
 ConfigArg = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")]
 RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override; repeatable.")]
@@ -183,7 +172,7 @@ def prepare(
             progress=progress.update,
         )
     for note in made.notes:
-        _complain(note)
+        complain(note)
     _print(prepared_lines(made))
     return 0
 
@@ -201,7 +190,7 @@ def sample(
     from onecurve.sample import sample as sample_run
 
     pieces = sample_run(
-        run, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, say=_complain
+        run, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, say=complain
     )
     for piece in pieces:
         sys.stdout.write(piece)
@@ -223,66 +212,7 @@ def export(run: RunArg) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 done, 1 a check failed, 2 bad input, 3 the run failed, 75 stopped on request."""
-    # Closed by whoever started us, as daemons do: what is written then goes nowhere, and is no failure.
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PTH123
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without our characters is no failure
-    if threading.current_thread() is not threading.main_thread():
-        return _run(arguments)
-    before = signal.signal(signal.SIGTERM, _interrupt)  # where no ranks run there is nothing to save
-    try:
-        return _run(arguments)
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
-
-def _run(arguments: list[str] | None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        for before, word in pairwise(["", *words]):
-            # a variable that is not set; as a path it would be taken for the folder where the command runs
-            if before != "--prompt" and (not word or EMPTY_OPTION.fullmatch(word)):
-                what = word or f"the argument after {before or 'onecurve'}"
-                raise InputError(f"{what} is empty; give a value, or leave it out")
-        # not click's own main(): it answers a broken pipe with 1 and an interrupt with 130
-        command = typer.main.get_command(app)
-        with command.make_context("onecurve", words) as context:
-            code = command.invoke(context)
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except typer.Exit as done:
-        sys.stdout.flush()
-        return done.exit_code
-    except BrokenPipeError:
-        # the interpreter flushes stdout once more as it ends; give it somewhere to write to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except OnecurveError as error:
-        text = str(error)
-        _complain(printable(text.strip()) if error.exit_code == InputError.exit_code else text)
-        return error.exit_code
-    except USAGE_ERRORS as error:
-        place: Any = getattr(error, "ctx", None)
-        path = place.command_path if place is not None else "onecurve"
-        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        _complain(printable(f"{message}. See {path} --help."))
-        return InputError.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        _complain("interrupted")
-        return 75
-    except Exception as error:
-        if line := refusal(error):
-            _complain(line)
-            return InputError.exit_code
-        # a mistake of ours, and not exit code 1: that one says that a check was made and failed
-        traceback.print_exc()
-        return 3
-
-
-def _interrupt(_signum: int, _frame: object) -> None:
-    raise KeyboardInterrupt
+    return run_command(app, arguments)
 
 
 def _not_built(command: str) -> InputError:
@@ -291,10 +221,6 @@ def _not_built(command: str) -> InputError:
 
 def _print(lines: list[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _complain(text: str) -> None:
-    say_on(sys.stderr, f"onecurve: {text}")
 
 
 if __name__ == "__main__":

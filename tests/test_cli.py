@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from onecurve import cli
 from onecurve.capstone import load_capstone
-from onecurve.cli import BROKEN_PIPE, main
+from onecurve.cli import main
 from onecurve.errors import CheckFailed, OnecurveError, RunFailed, Stopped
+from onecurve.exits import BROKEN_PIPE, USAGE_ERRORS
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -190,7 +190,7 @@ def test_a_caller_keeps_its_signal_handlers() -> None:
 
 
 def test_usage_errors_are_caught_whatever_typer_carries() -> None:
-    assert issubclass(typer.BadParameter, cli.USAGE_ERRORS)
+    assert issubclass(typer.BadParameter, USAGE_ERRORS)
 
 
 def test_the_demo_is_the_one_file_of_the_source_tree() -> None:
