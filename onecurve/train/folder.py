@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from onecurve.config_text import read_toml
 from onecurve.curve import curve_id
 from onecurve.data.text import keep_description
 from onecurve.errors import ConfigError, InputError
-from onecurve.paths import FOLDER, need, read_bytes, show
+from onecurve.paths import FOLDER, need, read_bytes, show, trouble
 from onecurve.report.console import say_on
 from onecurve.report.plan import parameters
 from onecurve.train.corpora import check_corpora
@@ -131,12 +132,14 @@ def is_end(checkpoint: Path, steps: int) -> bool:
 
 def find_parent(config: Config, place: str) -> tuple[Path, str]:
     """The checkpoint that "RUN[@STEP]" names, and its digest. Raises InputError if this model can't start there."""
-    text, _, step = place.rpartition("@") if "@" in place else (place, "", "")
+    text, at, step = place.rpartition("@")
+    if not at or not trouble(Path(place), FOLDER):  # a folder's name may hold an @
+        text, at, step = place, "", ""
+    if at and not (text and re.fullmatch(r"[0-9]{1,8}", step)):
+        raise InputError(f"--from {show(place)}: {show(step)!r} is no step of a run; write RUN@STEP with a whole number")
     need(Path(text), FOLDER, "--from", "give a run folder, or RUN@STEP")
     checkpoints = Path(text) / "checkpoints"
-    if step:
-        if not step.isdigit():
-            raise InputError(f"--from {place}: {step!r} is no step; write RUN@STEP with a whole number")
+    if at:
         path = checkpoints / f"step-{int(step):08d}"
         if not path.is_dir():
             there = ", ".join(str(found.step) for found in reversed(list_steps(checkpoints))) or "none"
