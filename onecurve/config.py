@@ -45,7 +45,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The GPT."""
 
-    layers: Count = 2  # transformer blocks
+    layers: Annotated[int, Field(ge=1, le=1024)] = 2  # transformer blocks
     width: Count = 32  # embedding dimension
     heads: Count = 4  # attention heads; divides width
     vocab: Annotated[int, Field(ge=2, le=2**31 - 1)] = 64  # token ids 0 … vocab - 1
@@ -66,7 +66,7 @@ class TrainConfig(Section):
 
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 41  # of weights, data order and dropout
     steps: Count = 20  # optimizer updates in all
-    leaves: Count = 4  # the most data-parallel ranks this curve can use
+    leaves: Annotated[int, Field(ge=1, le=65_536)] = 4  # the most data-parallel ranks this curve can use
     accumulate: Count = 1  # micro-batches per leaf
     micro_batch: Count = 4  # sequences per micro-batch
     dtype: Literal["float32", "bfloat16"] = "float32"  # of working weights; the master stays fp32

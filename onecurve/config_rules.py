@@ -24,6 +24,7 @@ NOT_BUILT: list[tuple[str, Any, str]] = [
 ]
 
 MICRO_BATCH_TOKENS = 1 << 24  # of one micro-batch
+STEP_TOKENS = 1 << 28  # of one step
 
 
 def check(config: Config) -> None:
@@ -65,6 +66,13 @@ def _check_batch(config: Config) -> None:
         allowed = f"micro_batch x model.context must be at most {MICRO_BATCH_TOKENS} tokens: it is computed at once"
         cure = f"take at most {max(MICRO_BATCH_TOKENS // context, 1)} and more leaves or accumulate"
         refuse("train.micro_batch", rows, allowed, cure)
+    leaves, accumulate = config.train.leaves, config.train.accumulate
+    if leaves * accumulate * rows * context > STEP_TOKENS:
+        allowed = (
+            f"leaves x accumulate x micro_batch x model.context must be at most {STEP_TOKENS} tokens: it is one step"
+        )
+        most = STEP_TOKENS // (leaves * rows * context)
+        refuse("train.accumulate", accumulate, allowed, f"take at most {most}" if most else "lower train.leaves first")
 
 
 def _check_schedule(config: Config) -> None:

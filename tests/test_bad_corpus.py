@@ -42,6 +42,7 @@ def corpus(folder: Path, tokens: np.ndarray, vocab: int) -> Path:
 def test_a_corpus_that_is_not_there(tmp_path: Path, no_corpus: Said) -> None:
     said = no_corpus(tmp_path / "nowhere")
     assert "nowhere" in said and "no such folder" in said and "onecurve prepare" in said
+    assert "~no such user/corpus: there is no such home folder" in no_corpus(Path("~no such user/corpus"))
 
 
 def test_an_empty_corpus(tmp_path: Path, no_corpus: Said) -> None:

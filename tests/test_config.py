@@ -63,6 +63,9 @@ REFUSED = [
     ("data.source=", ["data.source", "not empty"]),
     ("layout.dp=5", ["layout.dp = 5", "train.leaves = 4", "train.leaves to 5"]),
     ("layout.zero=4", ["layout.zero = 4", "at most 3"]),
+    ("model.layers=2000000000", ["model.layers = 2000000000", "at most 1024"]),  # plan would count for hours
+    ("train.leaves=2000000000", ["train.leaves = 2000000000", "at most 65536"]),
+    ("train.accumulate=2000000000", ["train.accumulate = 2000000000", "268435456 tokens", "take at most 1048576"]),
     ("layout.transport=pigeon", ["layout.transport", '"alltoall", "p2p", "shm"']),
     ("checkpoint.keep=1", ["checkpoint.keep = 1", "at least 2"]),
     ("checkpoint.every_minutes=-1", ["checkpoint.every_minutes = -1", "at least 0"]),

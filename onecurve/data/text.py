@@ -114,7 +114,11 @@ def open_corpus(
     if os.fspath(source) == "cycle":
         corpus = _cycle(vocab, context, seed, split, step_windows)
     else:
-        corpus = _open_folder(Path(source).expanduser(), vocab, split, full_check)
+        try:
+            folder = Path(source).expanduser()
+        except RuntimeError:  # "~name/" without such a user
+            raise InputError(f"corpus {show(source)}: there is no such home folder; write the path out") from None
+        corpus = _open_folder(folder, vocab, split, full_check)
     if split == "train":
         check_windows(corpus, context, step_windows)
     elif len(corpus.tokens) < 2:
