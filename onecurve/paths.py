@@ -58,8 +58,14 @@ def need(path: Path, wanted: str, what: str, cure: str, error: type[InputError] 
 
 
 def need_place(path: Path, wanted: str, what: str, cure: str) -> None:
-    """Raises InputError where `wanted` neither is at `path` nor can be made there."""
-    if problem := obstacle(path, wanted):
+    """Raises InputError where `wanted` neither is at `path` nor can be made there, or may not be written."""
+    problem = obstacle(path, wanted)
+    if not problem:
+        places = [path, *path.parents] if wanted == FOLDER else path.parents
+        holder = next(place for place in places if place.is_dir())
+        if not os.access(holder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            problem = f"{show(holder)} may not be written to"
+    if problem:
         raise InputError(f"{what} {show(path)}: {problem}; {cure}")
 
 

@@ -147,9 +147,17 @@ def test_a_path_on_one_line_and_not_longer(tmp_path: Path) -> None:
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
-def test_places_for_what_is_to_be_made(tmp_path: Path) -> None:
+def test_places_for_what_is_to_be_made(tmp_path: Path, place: Path) -> None:
+    (tmp_path / "file").touch()
+    need_place(tmp_path / "file", FILE, "", "")
     need_place(tmp_path, FOLDER, "", "")
     need_place(tmp_path / "a" / "b", FOLDER, "", "")
+    (place / "others").mkdir(mode=0o755)
+    (place / "others" / "file").touch()
+    with as_nobody():
+        for path, wanted in (("file", FILE), ("new", FILE), ("a/b", FOLDER), (".", FOLDER)):
+            with pytest.raises(InputError, match="others may not be written to"):
+                need_place(place / "others" / path, wanted, "", "")
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(InputError, match="link: it is a link to nowhere"):
         need_place(tmp_path / "link" / "x", FOLDER, "--run", "")

@@ -136,7 +136,9 @@ def find_parent(config: Config, place: str) -> tuple[Path, str]:
     if not at or not trouble(Path(place), FOLDER):  # a folder's name may hold an @
         text, at, step = place, "", ""
     if at and not (text and re.fullmatch(r"[0-9]{1,8}", step)):
-        raise InputError(f"--from {show(place)}: {show(step)!r} is no step of a run; write RUN@STEP with a whole number")
+        raise InputError(
+            f"--from {show(place)}: {show(step)!r} is no step of a run; write RUN@STEP with a whole number"
+        )
     need(Path(text), FOLDER, "--from", "give a run folder, or RUN@STEP")
     checkpoints = Path(text) / "checkpoints"
     if at:
