@@ -226,6 +226,19 @@ def test_a_place_without_permission(capfd: Complain) -> None:
         assert list(Path(folder).iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "run.lock"])
+def test_a_run_folder_with_something_else_in_the_place_of_its_parts(name: str, tmp_path: Path, capfd: Complain) -> None:
+    """Found before the first step, not when the first checkpoint is due."""
+    run = tmp_path / "run"
+    run.mkdir()
+    if name == "run.lock":
+        (run / name).mkdir()
+    else:
+        (run / name).touch()
+    assert f"{run / name}: " in complaint(capfd, "train", DEMO, "--run", run)
+    assert not (run / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("place", ["/proc/run", "/sys/run", "/dev/null/run", "/dev/null"])
 def test_a_place_that_takes_no_folder(place: str, capfd: Complain) -> None:
     assert place in complaint(capfd, "train", DEMO, "--run", place)

@@ -94,7 +94,8 @@ class RunLock:
             raise self._unusable(error) from None
 
     def _unusable(self, error: OSError) -> NotWritable:
-        reason = obstacle(self.folder, FOLDER) or error.strerror
+        place = f"{show(error.filename)}: " if error.filename else ""
+        reason = obstacle(self.folder, FOLDER) or f"{place}{error.strerror}"
         return NotWritable(f"run folder {show(self.folder)}: {reason}; name a folder, new or of a run, with --run")
 
     def _new_fence(self) -> Fence:
@@ -102,11 +103,15 @@ class RunLock:
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         holder = {"token": fence.token, "pid": os.getpid(), "host": socket.gethostname(), "since": since}
         temp = fence.path.with_name(f"{FENCE_NAME}.{secrets.token_hex(4)}")
-        with temp.open("xb") as file:
-            file.write(json.dumps(holder).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temp.replace(fence.path)
+        try:
+            with temp.open("xb") as file:
+                file.write(json.dumps(holder).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            temp.replace(fence.path)
+        except OSError:
+            temp.unlink(missing_ok=True)
+            raise
         return fence
 
     def release(self) -> None:
