@@ -49,6 +49,8 @@ def run_command(app: typer.Typer, arguments: list[str] | None) -> int:
 def _run(app: typer.Typer, arguments: list[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if not _stands_somewhere():  # torch's own libraries end the process without a word of sense
+            raise InputError("the folder where this runs was removed; cd to one that is there")
         for before, word in pairwise(["", *words]):
             # a variable that is not set; as a path it would be taken for the folder where the command runs
             if before != "--prompt" and (not word or EMPTY_OPTION.fullmatch(word)):
@@ -87,6 +89,13 @@ def _run(app: typer.Typer, arguments: list[str] | None) -> int:
         # a mistake of ours, and not exit code 1: that one says that a check was made and failed
         traceback.print_exc()
         return 3
+
+
+def _stands_somewhere() -> bool:
+    try:
+        return bool(os.getcwd())  # noqa: PTH109 - Path.cwd is no different
+    except OSError:
+        return False
 
 
 def _interrupt(_signum: int, _frame: object) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve import faults
+from onecurve import cli, faults
 from onecurve.errors import InputError
 from onecurve.paths import FILE, FOLDER, need, need_place, read_bytes, refusal
 from tests.commands import DEMO, Complain, as_nobody, complaint, train_here
@@ -125,6 +125,20 @@ def test_an_empty_argument(words: tuple[object, ...], tmp_path: Path, capfd: Com
     monkeypatch.chdir(tmp_path)
     assert "is empty" in complaint(capfd, *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_removed_under_the_command(tmp_path: Path, capfd: Complain, monkeypatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "was removed; cd to" in complaint(capfd, "plan", DEMO)
+
+
+def test_a_line_break_in_a_runs_name(tmp_path: Path, capfd: Complain) -> None:
+    assert train_here(tmp_path / "a\nb", "train.steps=1") == 0
+    assert "run folder " in (said := capfd.readouterr().err) and "a\\nb\n" in said
+    assert cli.main(["compare", str(tmp_path / "a\nb"), str(tmp_path / "a\nb")]) == 0
+    assert capfd.readouterr().out.splitlines()[1].endswith("a\\nb")
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.toml", "metrics.jsonl"])

@@ -18,7 +18,7 @@ from onecurve.config import CURVE_SECTIONS, RUN_SECTIONS
 from onecurve.config_text import read_toml, show
 from onecurve.errors import InputError
 from onecurve.paths import FOLDER, need, read_bytes
-from onecurve.report.console import table
+from onecurve.report.console import printable, table
 
 VALUES = ("loss", "grad_norm", "param_norm", "val_loss")
 PARTS = {"curve": CURVE_SECTIONS, "layout": RUN_SECTIONS, "numerics": ("numerics",)}
@@ -67,8 +67,8 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """The comparison as plain text."""
-        lines = [f"A  {self.a.path}", f"B  {self.b.path}"]
-        lines += [f"note: {note}" for run in (self.a, self.b) for note in run.notes]
+        lines = [f"A  {printable(str(self.a.path))}", f"B  {printable(str(self.b.path))}"]
+        lines += [f"note: {printable(note)}" for run in (self.a, self.b) for note in run.notes]
         digests = len(self.a.digests.keys() & self.b.digests.keys())
         if self.same:
             both = [step for step in self.a.rows.keys() & self.b.rows.keys() if _evaluated(self.a, self.b, step)]

@@ -17,7 +17,7 @@ from onecurve.curve import curve_id
 from onecurve.data.text import keep_description
 from onecurve.errors import ConfigError, InputError
 from onecurve.paths import FOLDER, need, read_bytes, show, trouble
-from onecurve.report.console import say_on
+from onecurve.report.console import printable, say_on
 from onecurve.report.plan import parameters
 from onecurve.train.corpora import check_corpora
 from onecurve.train.order import Order
@@ -169,4 +169,4 @@ def tell(notes: list[str]) -> None:
 
 
 def say(text: str) -> None:
-    say_on(sys.stderr, f"onecurve: {text}")
+    say_on(sys.stderr, f"onecurve: {printable(text)}")
