@@ -1,8 +1,15 @@
-"""Sharded checkpoints beside torch.distributed.checkpoint: save, load, bytes on disk.
+"""Sharded checkpoints beside torch.distributed.checkpoint: save, load, the stall of a background save, bytes on disk.
 
 Both keep the same state, three fp32 vectors (master weights and two moments) cut over the ranks, in the same ranks and
 on the same disk, and take turns. Ours hashes every byte twice (file and state digest), commits atomically, and verifies
-what it loads; the other does none of that. A load fills the live tensors.
+what it loads; the other does none of that. A load fills the live tensors; ours also rebuilds the working weights.
+
+stall   how long a background save holds up the thread that trains; nothing else runs on that thread meanwhile, and what
+        it waits for the thread behind is not counted
+        ours   `Checkpointer(background=True)`: `save` (begin, copy), and once the threads behind are done the two calls
+               of `poll` that gather what they have to tell and conclude
+        peer   `async_save` until it returns (its copy); stager and copy are kept and used again, as ours are, and its
+               thread has a process group of its own
 """
 
 import shutil
@@ -12,55 +19,95 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import measure
-from onecurve.checkpoint import load_checkpoint, save_checkpoint
+from onecurve.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from onecurve.launch import RankContext
 from onecurve.parallel import Mesh, ZeroOptimizer
 from onecurve.train.memory import STATE
 
 OURS, PEER = "onecurve", "torch.distributed.checkpoint"
+WHAT = ("save", "load", "stall")
+Actions = dict[str, Callable[[], float]]  # by WHAT: does it, and returns its seconds
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def our_actions(mesh: Mesh, optimizer: ZeroOptimizer, folder: Path) -> Actions:
+    saver = Checkpointer(folder, optimizer, background=True)
+
+    def stall() -> float:
+        seconds = seconds_of(lambda: saver.save(1))
+        while saver.in_flight is not None:
+            while not saver.ready:
+                time.sleep(1e-3)
+            mesh.barrier()
+            seconds += seconds_of(lambda: saver.poll(True))
+        return seconds
+
+    return {
+        "save": lambda: seconds_of(lambda: save_checkpoint(folder, optimizer, 1)),
+        "load": lambda: seconds_of(lambda: load_checkpoint(folder / "step-00000001", optimizer)),
+        "stall": stall,
+    }
+
+
+def peer_actions(mesh: Mesh, optimizer: ZeroOptimizer, folder: Path) -> Actions:
+    device_mesh = init_device_mesh("cpu", (mesh.world,))
+    sharded = {state: DTensor.from_local(getattr(optimizer, state), device_mesh, [Shard(0)]) for state in STATE}
+    group = dist.new_group()
+    # no pinned or shared memory and no stream: these are for GPUs and other processes
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def stall() -> float:
+        began = time.perf_counter()
+        future = dcp.async_save(sharded, checkpoint_id=folder, process_group=group, async_stager=stager)
+        seconds = time.perf_counter() - began
+        future.result()
+        return seconds
+
+    return {
+        "save": lambda: seconds_of(lambda: dcp.save(sharded, checkpoint_id=folder)),
+        "load": lambda: seconds_of(lambda: dcp.load(sharded, checkpoint_id=folder)),
+        "stall": stall,
+    }
 
 
 def measure_rank(context: RankContext, elements: int, rounds: int, scratch: Path) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each system's save and load by round, after one that does not count."""
+    """Seconds of each system by WHAT and round, after one that does not count."""
     warnings.simplefilter("ignore")  # the peer's own deprecations
     mesh = Mesh(dp=context.world)
     optimizer = ZeroOptimizer(nn.Linear(elements // 1024, 1024, bias=False), mesh, stage=1, leaves=mesh.dp)
     for state in STATE:
         getattr(optimizer, state).copy_(torch.rand(optimizer.share.local))
-    device_mesh = init_device_mesh("cpu", (mesh.world,))
-    sharded = {state: DTensor.from_local(getattr(optimizer, state), device_mesh, [Shard(0)]) for state in STATE}
-    actions: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        OURS: (
-            lambda: save_checkpoint(scratch / OURS, optimizer, 1),
-            lambda: load_checkpoint(scratch / OURS / "step-00000001", optimizer),
-        ),
-        PEER: (
-            lambda: dcp.save(sharded, checkpoint_id=scratch / PEER),
-            lambda: dcp.load(sharded, checkpoint_id=scratch / PEER),
-        ),
+    systems = {
+        OURS: our_actions(mesh, optimizer, scratch / OURS),
+        PEER: peer_actions(mesh, optimizer, scratch / PEER),
     }
-    seconds: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": []} for name in actions}
+    seconds: dict[str, dict[str, list[float]]] = {name: {what: [] for what in WHAT} for name in systems}
     for turn in range(-1, rounds):
-        for name in list(actions) if turn % 2 else reversed(actions):
+        for name in list(systems) if turn % 2 else reversed(systems):
             context.progress(turn + 1, rounds + 1, name)
-            if mesh.rank == 0:
-                shutil.rmtree(scratch / name, ignore_errors=True)
-            for what, action in zip(("save", "load"), actions[name], strict=True):
+            for what in WHAT:
+                if mesh.rank == 0 and what != "load":
+                    shutil.rmtree(scratch / name, ignore_errors=True)
                 mesh.barrier()
-                began = time.perf_counter()
-                action()
+                took = systems[name][what]()
                 mesh.barrier()
                 if turn >= 0:
-                    seconds[name][what].append(time.perf_counter() - began)
+                    seconds[name][what].append(took)
     return seconds
 
 
@@ -76,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         disk = {name: sum(f.stat().st_size for f in (scratch / name).rglob("*") if f.is_file()) for name in results[0]}
     figures = []
-    for what in ("save", "load"):
+    for what in WHAT:
         slowest = {
             name: [max(r) for r in zip(*(own[name][what] for own in results), strict=True)] for name in results[0]
         }
@@ -87,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         ["", "system", "ms", f"x {PEER} [quartiles]", "bytes per element"],
         [
             [
-                f["what"], f["system"], f"{1e3 * measure.Spread.of(f['seconds']).median:.0f}", f["ratio"],
+                f["what"], f["system"], f"{1e3 * measure.Spread.of(f['seconds']).median:.1f}", f["ratio"],
                 f"{f['bytes'] / options.elements:.3f}",
             ]
             for f in figures

@@ -6,10 +6,10 @@ None, no reduction before a rank's last micro-batch.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -31,6 +31,29 @@ def adamw(work: Workload) -> dict:
     return {"lr": work.lr, "betas": work.betas, "eps": work.eps, "weight_decay": 0.0, "fused": True}
 
 
+def step_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[list[Batch]],
+    reducing: Callable[[bool], AbstractContextManager],
+) -> Step:
+    """`reducing(last)` is entered around each micro-batch: gradients are to be reduced in the last one only."""
+
+    def step(data_step: int) -> Tensor:
+        micros = batches[data_step % REPEAT]
+        total = torch.zeros(())
+        for i, batch in enumerate(micros):
+            with reducing(i == len(micros) - 1):
+                loss = mean_loss(model, batch) / len(micros)
+                loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
 def replicated(work: Workload, rank: int, world: int, *, zero: bool, defaults: bool = False) -> Step:
     """DistributedDataParallel with AdamW, or with a ZeroRedundancyOptimizer around it; `defaults`: with no setting."""
     batches = my_batches(work, rank, world)
@@ -49,19 +72,7 @@ def replicated(work: Workload, rank: int, world: int, *, zero: bool, defaults: b
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **constants)
 
-    def step(data_step: int) -> Tensor:
-        micros = batches[data_step % REPEAT]
-        total = torch.zeros(())
-        for i, batch in enumerate(micros):
-            with nullcontext() if i == len(micros) - 1 else model.no_sync():
-                loss = mean_loss(model, batch) / len(micros)
-                loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total
-
-    return step
+    return step_of(model, optimizer, batches, lambda last: nullcontext() if last else model.no_sync())
 
 
 def fsdp2(work: Workload, rank: int, world: int, *, reshard: bool) -> Step:
@@ -74,20 +85,12 @@ def fsdp2(work: Workload, rank: int, world: int, *, reshard: bool) -> Step:
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw(work))
 
-    def step(data_step: int) -> Tensor:
-        micros = batches[data_step % REPEAT]
-        total = torch.zeros(())
-        for i, batch in enumerate(micros):
-            if len(micros) > 1:
-                model.set_requires_gradient_sync(i == len(micros) - 1)
-            loss = mean_loss(model, batch) / len(micros)
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total
+    def reducing(last: bool) -> AbstractContextManager:
+        if len(batches[0]) > 1:
+            model.set_requires_gradient_sync(last)
+        return nullcontext()
 
-    return step
+    return step_of(model, optimizer, batches, reducing)
 
 
 PEERS: dict[str, Callable[[Workload, int, int], Step]] = {

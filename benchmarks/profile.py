@@ -50,8 +50,8 @@ class Clock:
         for thing, method, name in [
             (optimizer.model, "forward", "  forward"), (optimizer, "backward", "  backward"),
             (gradients, "begin", "    begin"), (gradients, "end", "    end"), (gradients, "reduce", "  reduce"),
-            (transport, "exchange", "    exchange, waiting included"), (optimizer, "_agree", "  verdict"),
-            (optimizer._gradient_norm, "message", "    norm"), (transport, "share", "    share, waiting included"),
+            (transport, "exchange", "    exchange, waiting included"), (optimizer._agreement, "reach", "  verdict"),
+            (optimizer._agreement._norm, "message", "    norm"), (transport, "share", "    share, waiting included"),
             (optimizer, "_update", "  update"), (rule, "update", "    AdamW"),
             (weights, "refresh", "    refresh weights"),
             (transport, "all_gather", "      all-gather, waiting included"),

@@ -162,15 +162,9 @@ def prepare(
 
     with ByteProgress() as progress:
         made = prepare_corpus(
-            paths,
-            out,
-            glob=glob or ["*.txt"],
-            exclude=exclude,
-            tokenizer=tokenizer,
-            vocab=vocab,
-            val_fraction=val_fraction,
-            progress=progress.update,
-        )
+            paths, out, glob=glob or ["*.txt"], exclude=exclude, tokenizer=tokenizer, vocab=vocab,
+            val_fraction=val_fraction, progress=progress.update,
+        )  # fmt: skip
     for note in made.notes:
         complain(note)
     _print(prepared_lines(made))
@@ -201,22 +195,26 @@ def sample(
 @app.command()
 def report(run: RunArg) -> int:
     """Write the run's page."""
-    raise _not_built("report")
+    raise InputError("onecurve report is not built yet; see onecurve --help for what is")
 
 
 @app.command()
-def export(run: RunArg) -> int:
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or RUN@STEP for that step.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new folder.")],
+    form: Annotated[str, typer.Option("--format", metavar="NAME", help="Or: safetensors.")] = "transformers",
+) -> int:
     """Write the weights in other formats."""
-    raise _not_built("export")
+    from onecurve.export import export_run
+    from onecurve.report.export import exported_lines
+
+    _print(exported_lines(export_run(run, out, form=form, say=complain)))
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 done, 1 a check failed, 2 bad input, 3 the run failed, 75 stopped on request."""
     return run_command(app, arguments)
-
-
-def _not_built(command: str) -> InputError:
-    return InputError(f"onecurve {command} is not built yet; see onecurve --help for what is")
 
 
 def _print(lines: list[str]) -> None:

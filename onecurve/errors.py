@@ -20,6 +20,10 @@ class InputError(OnecurveError):
     exit_code = 2
 
 
+class UsageError(InputError):
+    """The library was called in an order or a way that can't be right."""
+
+
 class ConfigError(InputError):
     """A config key or value that is unknown, out of range, or not built yet."""
 

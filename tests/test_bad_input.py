@@ -209,7 +209,7 @@ def test_another_model_than_the_parents(run: Path, tmp_path: Path, capfd: Compla
     assert "nowhere" in complaint(capfd, "train", DEMO, "--from", "nowhere", "--run", new)
     for step in ("", "x", "-1", "1.5", "²", "9" * 5000):
         assert "is no step" in complaint(capfd, "train", DEMO, "--from", f"{run}@{step}", "--run", new)
-    assert "is no step" in complaint(capfd, "train", DEMO, "--from", "@2", "--run", new)
+    assert "it names no run" in complaint(capfd, "train", DEMO, "--from", "@2", "--run", new)
     assert not new.exists()
     run.rename(tmp_path / "run@home")
     assert train_here(new, "train.steps=1", flags=("--from", f"{tmp_path}/run@home@2")) == 0

@@ -51,6 +51,7 @@ FLAGS = {
     "verify": ["--quick"],
     "inspect": ["--check"],
     "prepare": ["--out", "--glob", "--tokenizer", "--vocab"],
+    "export": ["--out", "--format"],
     "sample": ["--prompt", "--tokens", "--temperature", "--top-k", "--seed"],
 }
 
@@ -65,7 +66,7 @@ def test_flags_are_there(command: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from onecurve.cli import main; main(['--help']);"
-        "sys.exit(' '.join({'torch', 'pydantic', 'rich', 'numpy', 'tokenizers'} & set(sys.modules)) or 0)"
+        "sys.exit(' '.join({'torch', 'pydantic', 'rich', 'numpy', 'tokenizers', 'blake3'} & set(sys.modules)) or 0)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -113,7 +114,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspect", "none"], "none"),
         (["prepare", "none", "--out", "/dev/null/x"], "/dev/null"),
         (["report", "none"], "not built yet"),
-        (["export", "none"], "not built yet"),
+        (["export", "none"], "--out"),
+        (["export", "none", "--out", "new"], "none: no run there"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(

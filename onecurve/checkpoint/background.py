@@ -10,6 +10,7 @@ they have to tell:
 At most one save is in flight. What went wrong behind is raised by the next call, on all ranks alike.
 """
 
+import _thread
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -132,7 +133,8 @@ class Checkpointer:
                 self._done.set()
 
         if self.background:
-            threading.Thread(target=run, name="checkpoint", daemon=True).start()
+            # Thread.start() would wait until the thread runs, for milliseconds where ranks outnumber cores.
+            _thread.start_new_thread(run, ())
         else:
             run()
 

@@ -20,7 +20,7 @@ from onecurve.checkpoint.agree import Alone, Shares, agree, attempt
 from onecurve.checkpoint.digest import Part, combine, digest_part, nodes, slots_of
 from onecurve.checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from onecurve.checkpoint.holdings import Saveable, owned_places
-from onecurve.checkpoint.manifest import KINDS, FileEntry, Manifest, parse_manifest
+from onecurve.checkpoint.manifest import KINDS, LEAF_HASH, FileEntry, LeafHash, Manifest, parse_manifest
 from onecurve.checkpoint.read import check_folder, check_hash, parse_checked, read_extra, read_manifest_bytes
 from onecurve.checkpoint.reshard import check_fits, plan_reads
 from onecurve.checkpoint.shard import check_shape, floats, layouts, opened, raw, read_into
@@ -67,7 +67,8 @@ def load_checkpoint(path: str | Path, optimizer: Saveable, *, curve_id: str | No
             raise ForeignCheckpoint(
                 f"{path}: this model has no frozen parameter or buffer {', '.join(sorted(missing))}"
             )
-        found = combine(slots_of(manifest.tensors), [Part.unpack(*message) for message in told])
+        parts = [Part.unpack(*message) for message in told]
+        found = combine(slots_of(manifest.tensors), parts, manifest.leaf_hash)
         if found != manifest.state_digest:
             raise DamagedCheckpoint(f"{path}: what was read does not have the manifest's state digest")
     except DamagedCheckpoint as error:
@@ -79,17 +80,24 @@ def load_checkpoint(path: str | Path, optimizer: Saveable, *, curve_id: str | No
 
 
 def latest_checkpoint(
-    folder: Path, mesh: Shares | None = None, *, curve_id: str | None = None, finite: bool = False
+    folder: Path,
+    mesh: Shares | None = None,
+    *,
+    curve_id: str | None = None,
+    finite: bool = False,
+    step: int | None = None,
 ) -> tuple[Path | None, list[str]]:
     """Collective: the newest checkpoint in `folder` that verifies whole, or None, alike on every rank; and, one line
     each, why newer ones were passed over. Rank 0 decides what is there; hashing is spread over the ranks.
 
-    With `curve_id` those of other curves are passed over, with `finite` those that hold a value that is not.
+    With `curve_id` those of other curves are passed over, with `finite` those that hold a value that is not; with
+    `step` no other step's is looked at.
     """
     mesh = mesh or Alone()
     reasons: list[str] = []
     steps, error = attempt(partial(list_steps, folder), partial(_load_error, mesh.rank, f"can't read {folder}"))
-    told = agree(mesh, {"names": [found.path.name for found in steps or ()]}, error=error if mesh.rank == 0 else None)
+    names = [found.path.name for found in steps or () if step in (None, found.step)]
+    told = agree(mesh, {"names": names}, error=error if mesh.rank == 0 else None)
     for name in told[0][0]["names"]:
         path = folder / name
         try:
@@ -161,12 +169,12 @@ def _fill(path: Path, manifest: Manifest, optimizer: Saveable) -> Part:
                                     f"{target.dtype} {tuple(target.shape)} in this model")  # fmt: skip
         with torch.no_grad():
             target.copy_(saved)
-    return _own_part(optimizer)
+    return _own_part(optimizer, manifest.leaf_hash)
 
 
-def _own_part(optimizer: Saveable) -> Part:
+def _own_part(optimizer: Saveable, leaf_hash: LeafHash = LEAF_HASH) -> Part:
     buffers = [floats(getattr(optimizer, kind).detach().cpu()) for kind in KINDS]
-    return digest_part(slots_of(optimizer.table.parameters), owned_places(optimizer), buffers)
+    return digest_part(slots_of(optimizer.table.parameters), owned_places(optimizer), buffers, leaf_hash)
 
 
 def _load_error(rank: int, doing: str, cause: BaseException) -> CheckpointError:

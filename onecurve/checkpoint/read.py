@@ -117,8 +117,9 @@ def digest_of_files(path: Path, manifest: Manifest) -> str:
     ranges: dict[str, list] = {f.name: [] for f in manifest.files}
     for segment in manifest.segments():
         ranges[segment.file].append(segment)
-    parts = [digest_part(slots, ranges[name], state) for name, state in _states(path, manifest, KINDS)]
-    return combine(slots, parts)
+    kind = manifest.leaf_hash
+    parts = [digest_part(slots, ranges[name], state, kind) for name, state in _states(path, manifest, KINDS)]
+    return combine(slots, parts, kind)
 
 
 def _states(path: Path, manifest: Manifest, kinds: tuple[str, ...]) -> Iterator[tuple[str, list[np.ndarray]]]:

@@ -127,13 +127,17 @@ class PendingSave:
         faults.at("save.write", rank=self.rank, step=self.step)
         count = sum(r.length for r in self.ranges)
         specs = [Spec(f"extra.{name}", dtype_name(t), tuple(t.shape)) for name, t in self.extras.items()]
-        contents = self._contents(file_layout(count, specs)) if count or specs else []
+        before, state, after = self._contents(file_layout(count, specs)) if count or specs else ([], [], [])
+        contents = [*before, *state, *after]
         hasher = hashlib.sha256()
         with ThreadPoolExecutor(1) if 12 * count > _OVERLAP_BYTES and not self.background else _Inline() as pool:
             writing = pool.submit(write_new, self._temp / self.file_name, contents) if contents else None
-            for view in contents:
+            for view in before:
                 hasher.update(view)
-            part = digest_part(slots_of(self.table.parameters), self.ranges, self._buffers)
+            slots = slots_of(self.table.parameters)
+            part = digest_part(slots, self.ranges, self._buffers, beside=hasher.update)
+            for view in after:
+                hasher.update(view)
             finite = all(_finite(buffer[a:b]) for buffer in self._buffers for a, b in spans(self.ranges))
             if writing is not None:
                 writing.result()
@@ -142,16 +146,17 @@ class PendingSave:
         faults.at("save.written", rank=self.rank, step=self.step)
         return Written(entry, part, [self._extra_entry(name) for name in self.extras], finite)
 
-    def _contents(self, layout: Layout) -> list[memoryview | bytes]:
-        """The file's bytes, in order: the header, then views of the memory they are in."""
-        contents: list[memoryview | bytes] = [layout.header]
-        for spec in layout.specs:
-            if spec.key in KINDS:
-                buffer = self._buffers[KINDS.index(spec.key)]
-                contents += [buffer[start:stop].data.cast("B") for start, stop in spans(self.ranges)]
-            elif spec.nbytes:
-                contents.append(raw(self.extras[spec.key.removeprefix("extra.")]))
-        return contents
+    def _contents(self, layout: Layout) -> tuple[list[memoryview | bytes], list[memoryview], list[memoryview]]:
+        """The file's bytes, in order, as views of the memory they are in: what comes before the state (header and wide
+        extras), the state, what comes after it."""
+        state = [buffer[a:b].data.cast("B") for buffer in self._buffers for a, b in spans(self.ranges)]
+        keys = [spec.key for spec in layout.specs]
+        first = keys.index(KINDS[0]) if state else len(keys)
+        extras = [
+            [raw(self.extras[spec.key.removeprefix("extra.")]) for spec in specs if spec.nbytes]
+            for specs in (layout.specs[:first], layout.specs[first + len(KINDS) :])
+        ]
+        return [layout.header, *extras[0]], state, extras[1]
 
     def _extra_entry(self, name: str) -> ExtraEntry:
         t = self.extras[name]

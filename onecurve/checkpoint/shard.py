@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -52,8 +52,10 @@ class Layout(NamedTuple):
     specs: tuple[Spec, ...]
 
 
-def file_layout(count: int, extras: Sequence[Spec]) -> Layout:
+def file_layout(count: int, extras: Sequence[Spec], metadata: Mapping[str, str] | None = None) -> Layout:
     """The layout of a file with `count` owned elements and `extras` (keys already `extra.<name>`).
+
+    `metadata`: text under safetensors' `__metadata__`; checkpoints have none.
 
     Raises ValueError for a dtype that safetensors does not know.
     """
@@ -64,7 +66,7 @@ def file_layout(count: int, extras: Sequence[Spec]) -> Layout:
     specs = sorted(
         [*state, *extras], key=lambda s: -getattr(torch, s.dtype).itemsize
     )  # stable: state before fp32 extras
-    entries: dict[str, object] = {}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     starts: dict[str, int] = {}
     end = 0
     for spec in specs:
@@ -113,7 +115,7 @@ def write_all(fd: int, data: memoryview | bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def write_new(path: Path, parts: Sequence[memoryview | bytes]) -> None:
+def write_new(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     """Write and fsync a file that must not exist yet."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:

@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onecurve.errors import InputError
@@ -14,7 +14,8 @@ from onecurve.paths import FOLDER, need_place, show
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A private folder to write into, beside `out`; renamed to `out` when the block ends, removed when it fails.
+    """A private folder to write into, beside `out`; renamed to `out` when the block ends, removed when it fails, with
+    the parents that were made for it.
 
     What a killed predecessor left beside `out` is removed: its lock ended with it. Raises InputError where `out`
     exists already, or where the place can't be written.
@@ -23,26 +24,39 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise InputError(f"--out {show(out)}: it exists already; name a new folder or remove this one first")
     need_place(out, FOLDER, "--out", "name a place with room and rights")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(out)
-        folder, lock = _create_locked(out)
-        try:
-            yield folder
-            _sync(folder)
-            if os.path.lexists(out):
-                raise InputError(f"--out {show(out)}: it was made by somebody else meanwhile; name a new folder")
-            folder.rename(out)
-            _sync(out.parent)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        finally:
-            os.close(lock)
+        with _parents(out):
+            _remove_abandoned(out)
+            folder, lock = _create_locked(out)
+            try:
+                yield folder
+                _sync(folder)
+                if os.path.lexists(out):
+                    raise InputError(f"--out {show(out)}: it was made by somebody else meanwhile; name a new folder")
+                folder.rename(out)
+                _sync(out.parent)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            finally:
+                os.close(lock)
     except OSError as error:
         reason = error.strerror or error
         raise InputError(
             f"--out {show(out)}: can't be written ({reason}); name a place with room and rights"
         ) from error
+
+
+@contextmanager
+def _parents(out: Path) -> Iterator[None]:
+    missing = [parent for parent in out.parents if not parent.exists()]  # innermost first
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with suppress(OSError):  # somebody else may use them by now
+            for parent in missing:
+                parent.rmdir()
+        raise
 
 
 def _create_locked(out: Path) -> tuple[Path, int]:

@@ -100,15 +100,18 @@ class BpeTokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int) -> "BpeTokenizer":
         """Learns from `texts` (each a piece that ends between words); the same texts give the same tokenizer."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import pre_tokenizers, trainers
 
-        inner = Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
+        inner = _byte_level({})
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)
         inner.train_from_iterator(texts, trainer)
         return cls(inner, vocab)
+
+    @classmethod
+    def without_merges(cls) -> "BpeTokenizer":
+        """Each byte a token: for text, the ids of ByteTokenizer."""
+        return cls(_byte_level({character: byte for byte, character in _byte_characters().items()}), BYTE_VOCAB)
 
     @classmethod
     def load(cls, file: Path, vocab: int) -> "BpeTokenizer":
@@ -149,6 +152,16 @@ class BpeTokenizer:
     def _encode_all(self, pieces: Sequence[str]) -> np.ndarray:
         encodings = self._inner.encode_batch(list(pieces), add_special_tokens=False)
         return np.concatenate([np.zeros(0, np.int64), *(np.array(e.ids, np.int64) for e in encodings)])
+
+
+def _byte_level(ids: dict[str, int]) -> "tokenizers.Tokenizer":
+    """Of the tokenizers library: bytes as printable characters, cut into words (GPT-2's pattern); no merges yet."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    inner = Tokenizer(models.BPE(ids, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return inner
 
 
 def text_pieces(blocks: Iterable[bytes], replaced: Replaced) -> Iterator[str]:

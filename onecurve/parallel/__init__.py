@@ -2,6 +2,7 @@
 
 from onecurve.parallel.mesh import Mesh
 from onecurve.parallel.replicate import replicate
-from onecurve.parallel.zero import Stats, ZeroOptimizer
+from onecurve.parallel.stats import Stats
+from onecurve.parallel.zero import ZeroOptimizer
 
 __all__ = ["Mesh", "Stats", "ZeroOptimizer", "replicate"]

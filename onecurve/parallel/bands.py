@@ -36,7 +36,7 @@ class GradientSpace:
 
     def __init__(self, share: Share, trained: Trained) -> None:
         self.share = share
-        self.leaves = trained.leaves
+        self.gradients_of = trained.gradients_of
         self.start = {name: share.piece_of[name].start for name in trained.parameters}
         self.unit_of = trained.unit_of_use
         self.tied_bands = []
@@ -54,7 +54,12 @@ class GradientSpace:
             self.unit_bands[unit] = ([Band(unit, lo, lo, hi - lo)] if hi > lo else []) + tied
 
     def views(self, buffer: Tensor, names: Sequence[str], places: dict[str, int]) -> dict[str, Tensor]:
-        return {n: buffer[places[n] :][: self.leaves[n].numel()].view(self.leaves[n].shape) for n in names}
+        """Each name's part of `buffer`, in the shape of its parameter."""
+        found = {}
+        for name in names:
+            p = self.gradients_of[name]
+            found[name] = buffer[places[name] :][: p.numel()].view(p.shape)
+        return found
 
 
 class Pool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from onecurve.errors import UsageError
 from onecurve.parallel.bands import Band, GradientSpace
 from onecurve.parallel.transports import Route, Transport
 from onecurve.parallel.tree import TreeSum, aligned_partials, contiguous_leaves
@@ -21,33 +22,47 @@ BLOCK = 1 << 16  # elements added at once, so that partial sums stay in cache
 
 
 class ContiguousGradients:
-    """Buffers alive: those of the counter, at most log2(leaves per rank) + 1."""
+    """Buffers alive: those of the counter, at most log2(leaves per rank) + 1.
+
+    Who may touch which memory in `reduce`: between the start of an exchange and the next operation, the others read
+    every part of this rank's partials but its own, and this rank writes its own part of its first partial, where the
+    sum goes. With the next leaf the buffers are written again; an all-gather or a message lies in between.
+    """
 
     def __init__(self, space: GradientSpace, transport: Transport, leaves: int) -> None:
         self._space, self._transport = space, transport
-        runs = [contiguous_leaves(leaves, transport.size, rank) for rank in range(transport.size)]
-        self.leaf_ids = list(runs[transport.rank])
-        self._counts = [len(aligned_partials(run)) for run in runs]
-        self._aligned = [aligned_partials(run) for run in runs]
+        self._leaves = leaves
+        self.leaf_ids = list(self.leaves_of(transport.rank))
+        self._aligned = [aligned_partials(self.leaves_of(rank)) for rank in range(transport.size)]
+        self._counts = [len(partials) for partials in self._aligned]
         self._buffers: list[Tensor] = []
         self._free: list[Tensor] = []
         self._views: dict[int, dict[str, Tensor]] = {}
         self._tree = TreeSum(lambda _: self._take(), self._free.append)
         self._current: Tensor | None = None
         # fp32 gradients are accumulated in place by autograd; others are cast as they come, before their first add.
-        self._cast = {name: p for name, p in space.leaves.items() if p.dtype != torch.float32}
+        self._cast = {name: p for name, p in space.gradients_of.items() if p.dtype != torch.float32}
+        self._in_place = {name: p for name, p in space.gradients_of.items() if p.dtype == torch.float32}
         for name, p in self._cast.items():
             p.register_post_accumulate_grad_hook(self._add_cast(name))
 
+    def leaves_of(self, rank: int) -> range:
+        return contiguous_leaves(self._leaves, self._transport.size, rank)
+
     def begin(self, micro: int) -> None:
         if micro == 0:
-            buffer = self._current = self._take()
-            buffer.zero_()
-            for name, view in self._views[buffer.data_ptr()].items():
-                if name not in self._cast:
-                    self._space.leaves[name].grad = view
+            self._current = self._take()
+            self._current.zero_()
+        assert self._current is not None
+        views = self._views[self._current.data_ptr()]
+        for name, p in self._in_place.items():
+            if p.grad is not None:
+                raise _stray(name)
+            p.grad = views[name]
 
     def end(self, leaf: int, last: bool) -> None:
+        for p in self._in_place.values():
+            p.grad = None
         if last:
             assert self._current is not None
             self._tree.push(leaf, 1, self._current, writable=True)
@@ -107,14 +122,22 @@ class ContiguousGradients:
         if not self._free:
             buffer = self._transport.empty(self._space.size, torch.float32)
             self._buffers.append(buffer)
-            self._views[buffer.data_ptr()] = self._space.views(buffer, list(self._space.leaves), self._space.start)
+            self._views[buffer.data_ptr()] = self._space.views(
+                buffer, list(self._space.gradients_of), self._space.start
+            )
             return buffer
         return self._free.pop()
 
     def _add_cast(self, name: str) -> Callable[[nn.Parameter], None]:
         def hook(p: nn.Parameter) -> None:
-            assert self._current is not None and p.grad is not None
+            if self._current is None:
+                raise _stray(name)
+            assert p.grad is not None
             self._views[self._current.data_ptr()][name].add_(p.grad)
             p.grad = None
 
         return hook
+
+
+def _stray(name: str) -> UsageError:
+    return UsageError(f"{name} got a gradient outside ZeroOptimizer.backward: call that instead of backward()")

@@ -18,10 +18,12 @@ class Mesh:
     Reads this process's rank from torch.distributed, which must be initialised where there is more than one rank.
     `transport` moves the bytes of the data axis: "shm" (ranks on one Linux host), "alltoall", "p2p", or "auto": shm
     where all ranks are on one host, else p2p. `limit`: seconds that a rank waits for another.
-    Raises InputError if the axes do not multiply to the number of ranks.
+    Raises InputError if the axes do not multiply to the number of ranks, or for an axis that is not built yet.
     """
 
     def __init__(self, dp: int = 1, tp: int = 1, pp: int = 1, *, transport: str = "auto", limit: float = 300.0) -> None:
+        if tp != 1 or pp != 1:
+            raise InputError(f"mesh: tp = {tp}, pp = {pp}: only data parallelism is built yet; both must be 1")
         self.dp, self.tp, self.pp = dp, tp, pp
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
@@ -32,6 +34,7 @@ class Mesh:
         self.tp_rank = self.rank % tp
         self.dp_rank = self.rank // tp % dp
         self.pp_rank = self.rank // (tp * dp)
+        self.transport: Transport = PointToPoint(self.rank, self.world)  # needs nothing yet; `share` below goes over it
         self.transport_name, self.transport = self._make_transport(transport, limit)
 
     def _make_transport(self, name: str, limit: float) -> tuple[str, Transport]:
@@ -50,7 +53,7 @@ class Mesh:
 
     def share(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order. Collective over all ranks; for rare, small things."""
-        return share_any(payload, self.world) if self.world > 1 else [payload]
+        return share_any(payload, self.transport.share) if self.world > 1 else [payload]
 
     def barrier(self) -> None:
         self.share(b".")

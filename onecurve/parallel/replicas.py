@@ -34,8 +34,8 @@ def differing(digests: Sequence[int]) -> list[int]:
     return [rank for rank, found in enumerate(digests) if found != common]
 
 
-def name_difference(mesh: Mesh, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> str:
-    """The first tensor that is not the same on `ranks` as on the others. Collective."""
+def name_difference(mesh: Mesh, tensors: Mapping[str, Tensor]) -> str:
+    """The first tensor that is not the same on all ranks. Collective."""
     mine = {name: digest({name: tensor}) for name, tensor in tensors.items()}
     everywhere = [json.loads(m) for m in mesh.share(json.dumps(mine).encode())]
     for name in tensors:

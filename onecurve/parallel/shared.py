@@ -166,7 +166,8 @@ class SharedMemory:
         if its_kind != kind:
             raise RuntimeError(
                 f"ranks are out of step: operation #{number} is {KINDS[kind]} on rank {self.rank}, "
-                f"{KINDS[its_kind]} on rank {peer}"
+                f"{KINDS[its_kind]} on rank {peer}; at ZeRO-3 all ranks must call the same units in the same order, "
+                "and a forward that is not part of a leaf belongs under torch.no_grad()"
             )
         return payload
 

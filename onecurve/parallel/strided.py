@@ -13,34 +13,43 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from onecurve.errors import UsageError
 from onecurve.parallel.bands import Band, GradientSpace, Pool
+from onecurve.parallel.gathered import GatheredWeights, Journal
 from onecurve.parallel.transports import Route, Transport
-from onecurve.parallel.tree import TreeSum
-from onecurve.parallel.weights import GatheredWeights
+from onecurve.parallel.tree import TreeSum, strided_leaves
+from onecurve.parallel.weights import WholeWeights
 
 
 class StridedGradients:
     """Buffers alive: two units (with accumulate > 1 one whole buffer instead), and the counters' shards.
 
-    Units are exchanged in one fixed order, last unit first, whatever order backward finishes them in; `weights` (stage
-    3) is told when a unit's backward is done. `journal` collects the collectives of a leaf in order: a rank without a
-    leaf in the last tick goes through those of its previous leaf.
+    Units are exchanged in one fixed order, last unit first, whatever order backward finishes them in. `weights` is told
+    when a unit has all its gradients. `journal` keeps the collectives of this rank's first leaf: without a leaf in the
+    last tick, it goes through those again.
     """
 
-    def __init__(self, space: GradientSpace, transport: Transport, leaves: int, accumulate: int) -> None:
+    def __init__(
+        self,
+        space: GradientSpace,
+        transport: Transport,
+        leaves: int,
+        accumulate: int,
+        weights: WholeWeights | GatheredWeights,
+        journal: Journal,
+    ) -> None:
         self._space, self._transport = space, transport
         self._leaves, self._accumulate = leaves, accumulate
-        self.leaf_ids = list(range(transport.rank, leaves, transport.size))
-        self.weights: GatheredWeights | None = None
+        self._weights, self._journal = weights, journal
+        self.leaf_ids = list(self.leaves_of(transport.rank))
         self._ticks = -(-leaves // transport.size)
         self._tick = 0
-        self._journal: list[Callable[[], None]] = []
-        self._last = self._inside = False
+        self._last = False
         self._order = list(reversed(space.units))
         self._places: dict[str, int] = {}  # of each gradient leaf in its unit's buffer
         self._sizes: dict[str, int] = {}
         self._names: dict[str, list[str]] = {unit: [] for unit in space.units}
-        for name in space.leaves:
+        for name in space.gradients_of:
             unit = space.unit_of[name]
             self._names[unit].append(name)
             self._places[name] = space.start[name] - self._base(unit, name)
@@ -64,18 +73,16 @@ class StridedGradients:
                 pool = Pool()
                 self._pools.append(pool)
                 self._trees[band] = TreeSum(pool.take, pool.give)
-        for name, p in space.leaves.items():
+        for name, p in space.gradients_of.items():
             p.register_post_accumulate_grad_hook(self._hook(name))
 
-    def record(self, operation: Callable[[], None]) -> None:
-        """Journal a collective of forward or backward; not one of an evaluation."""
-        if self._tick == 0 and (self._inside or torch.is_grad_enabled()):
-            self._journal.append(operation)
+    def leaves_of(self, rank: int) -> range:
+        return strided_leaves(self._leaves, self._transport.size, rank)
 
     def begin(self, micro: int) -> None:
-        self._inside = True
+        self._journal.in_backward = True
         self._last = micro == self._accumulate - 1
-        self._remaining = {unit: len(names) for unit, names in self._names.items()}
+        self._missing = {unit: set(names) for unit, names in self._names.items()}
         self._pending = list(self._order)
         if self._tick == 0 and micro == 0:
             for pool in self._pools:
@@ -88,10 +95,10 @@ class StridedGradients:
     def end(self, leaf: int, last: bool) -> None:
         if last:
             self._flush(everything=True)
-        if self.weights is not None:
-            self.weights.end_backward()
-        self._inside = False
+        self._weights.end_backward()
+        self._journal.in_backward = False
         if last:
+            self._journal.end_leaf()
             self._tick += 1
             if self._whole is not None and self._tick < self._ticks:
                 # One whole buffer per rank: the next leaf may not overwrite what another rank still reads.
@@ -102,8 +109,7 @@ class StridedGradients:
         rank, share = self._transport.rank, self._space.share
         while self._tick < self._ticks:
             self._tick += 1
-            for operation in self._journal:
-                operation()
+            self._journal.replay()
         self._tick = 0
         self._journal.clear()
         gradient: list[tuple[int, Tensor]] = []
@@ -140,16 +146,31 @@ class StridedGradients:
 
         def hook(p: nn.Parameter) -> None:
             assert p.grad is not None
+            self._refuse(name, unit)
             self._buffer(unit)[1][name].add_(p.grad)
             p.grad = None
-            self._remaining[unit] -= 1
-            if self._remaining[unit] == 0:
-                if self.weights is not None:
-                    self.weights.backward_done(unit)
+            self._missing[unit].remove(name)
+            if not self._missing[unit]:
+                self._weights.gradients_done(unit)
                 if self._last:
                     self._flush(everything=False)
 
         return hook
+
+    def _refuse(self, name: str, unit: str) -> None:
+        """Raise UsageError for a gradient of `name` that can't be the right one."""
+        if not self._journal.in_backward:
+            raise UsageError(f"{name} got a gradient outside ZeroOptimizer.backward: call that instead of backward()")
+        if name not in self._missing[unit]:
+            raise UsageError(
+                f"{name} got two gradients in one backward, as from a reentrant checkpoint of a module that is used "
+                "twice; use checkpoint(..., use_reentrant=False), or stage 0 or 1"
+            )
+        if not self._weights.is_here(unit):
+            raise UsageError(
+                f"{name} was read outside the forward of its unit {unit}, where its weights are not gathered; "
+                "read it in a forward of that unit, name another unit (units=), or use a stage below 3"
+            )
 
     def _buffer(self, unit: str) -> tuple[Tensor, dict[str, Tensor]]:
         """The buffer of a unit in this leaf and its views, zeroed when first asked for."""
@@ -170,9 +191,9 @@ class StridedGradients:
 
     def _flush(self, *, everything: bool) -> None:
         """Exchange the units that are next in the fixed order and whose gradients are all there."""
-        while self._pending and (everything or self._remaining[self._pending[0]] == 0):
+        while self._pending and (everything or not self._missing[self._pending[0]]):
             unit = self._pending.pop(0)
-            self.record(partial(self._exchange, unit, None))
+            self._journal.record(partial(self._exchange, unit, None))
             buffer, _ = self._buffer(unit)
             self._exchange(unit, buffer)
             if self._whole is None:

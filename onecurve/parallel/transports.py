@@ -138,11 +138,11 @@ class AllToAll(PointToPoint):
         return work.wait
 
 
-def share_any(payload: bytes, size: int) -> list[bytes]:
-    """Every rank's payload, of any length, in rank order."""
-    lengths = [int.from_bytes(p, "little") for p in _share(len(payload).to_bytes(8, "little"), size)]
+def share_any(payload: bytes, share: Callable[[bytes], list[bytes]]) -> list[bytes]:
+    """Every rank's payload, of any length, in rank order: two rounds of a transport's `share`."""
+    lengths = [int.from_bytes(p, "little") for p in share(len(payload).to_bytes(8, "little"))]
     longest = max(lengths)
-    padded = _share(payload.ljust(longest, b"\0"), size) if longest else [b""] * size
+    padded = share(payload.ljust(longest, b"\0")) if longest else [b""] * len(lengths)
     return [p[:n] for p, n in zip(padded, lengths, strict=True)]
 
 

@@ -98,6 +98,11 @@ def contiguous_leaves(leaves: int, width: int, rank: int) -> range:
     return range(leaves * rank // width, leaves * (rank + 1) // width)
 
 
+def strided_leaves(leaves: int, width: int, rank: int) -> range:
+    """The leaves of `rank` where one leaf of each rank is exchanged per tick (ZeRO-2 and 3)."""
+    return range(rank, leaves, width)
+
+
 def aligned_partials(run: range) -> list[tuple[int, int]]:
     """The (start, size) of the partial sums that a counter holds after the contiguous leaves `run`."""
     stack: list[tuple[int, int]] = []

@@ -1,6 +1,7 @@
 """How a model is cut into units, and what the ownership table has to know of its parameters."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,8 @@ class Trained:
     needs: dict[str, list[str]]
 
     @property
-    def leaves(self) -> dict[str, nn.Parameter]:
-        """Every tensor that autograd accumulates into."""
+    def gradients_of(self) -> dict[str, nn.Parameter]:
+        """Every parameter object that autograd makes a gradient of: the parameters, and the tied second uses."""
         return {**self.parameters, **{name: p for name, (p, _) in self.tied.items()}}
 
     @property
@@ -43,10 +44,14 @@ class Trained:
 
 def default_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The model's own `units()` where it has one; else its children, with containers opened."""
-    own = getattr(type(model), "units", None)
-    if own is not None:
-        return list(own(model))
+    if own := _method(model, "units"):
+        return list(own())
     return [unit for name, child in model.named_children() for unit in _opened(name, child)]
+
+
+def _method(model: nn.Module, name: str) -> Callable | None:
+    """The model's method of that name, None where it has none (an attribute of the name is something else)."""
+    return getattr(model, name) if callable(getattr(type(model), name, None)) else None
 
 
 def _opened(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -59,13 +64,15 @@ def _opened(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def survey(model: nn.Module, units: Units | None) -> Trained:
-    """Collect the trained parameters of `model`. Raises InputError for one that can't be trained bit for bit."""
+    """Collect the trained parameters of `model`. Raises InputError for what can't be trained bit for bit."""
+    refuse_layers(model)
     cut = list(units) if units is not None else default_units(model)
     modules = dict(cut)
     if len(modules) < len(cut):
         raise InputError(f"units = {', '.join(name for name, _ in cut)}: two have one name")
     second = dict(getattr(model, "tied_uses", {}))
-    undecayed: set[str] = getattr(type(model), "undecayed", lambda _: set())(model)
+    undecayed = _method(model, "undecayed")
+    without_decay: set[str] = undecayed() if undecayed else set()
     unit_of: dict[int, str] = {}
     reads: dict[str, list[nn.Parameter]] = {unit: list(module.parameters()) for unit, module in cut}
     for unit, parameters in reads.items():
@@ -76,6 +83,7 @@ def survey(model: nn.Module, units: Units | None) -> Trained:
         reads[ROOT] = [p for p in model.parameters() if id(p) not in unit_of]
 
     named = dict(model.named_parameters())
+    refuse_shared_memory(named, second)
     trained = {name: p for name, p in named.items() if p.requires_grad and name not in second}
     if not trained:
         raise InputError("the model has no parameter with requires_grad=True: nothing to train")
@@ -92,18 +100,17 @@ def survey(model: nn.Module, units: Units | None) -> Trained:
             shape=tuple(trained[name].shape),
             dtype=str(trained[name].dtype).removeprefix("torch."),
             unit=unit_of.get(id(trained[name]), ROOT),
-            decay=trained[name].ndim >= 2 and name not in undecayed,
+            decay=trained[name].ndim >= 2 and name not in without_decay,
         )
         for name in by_unit
     ]
     tied = {name: (named[name], source) for name, source in second.items() if named[name].requires_grad}
-    home = {id(trained[spec.name]): spec.unit for spec in specs} | {
-        id(p): unit_of[id(trained[source])] for p, source in tied.values()
-    }
+    home = {id(trained[spec.name]): spec.unit for spec in specs}
+    home |= {id(p): home[id(trained[source])] for p, source in tied.values()}
     needs = {
         unit: sorted({home[id(p)] for p in reads[unit] if id(p) in home}, key=order.__getitem__) for unit in modules
     }
-    uses = {spec.name: spec.unit for spec in specs} | {name: unit_of[id(p)] for name, (p, _) in tied.items()}
+    uses = {spec.name: spec.unit for spec in specs} | {name: unit_of.get(id(p), ROOT) for name, (p, _) in tied.items()}
     return Trained({spec.name: trained[spec.name] for spec in specs}, specs, tied, modules, uses, needs)
 
 
@@ -112,3 +119,49 @@ def extras(model: nn.Module) -> dict[str, Tensor]:
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     kept = model.state_dict(keep_vars=True)
     return frozen | {name: b for name, b in model.named_buffers() if name in kept}
+
+
+def refuse_layers(model: nn.Module) -> None:
+    """Raise InputError for a layer whose result would depend on which leaves a rank runs."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        kind = type(module).__name__
+        p = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            p = module.dropout
+        if p:
+            raise InputError(
+                f"{name} is a {kind} with dropout {p:g}: it draws from the global generator, so the bits would depend "
+                "on the layout; set it to 0, or use onecurve.model.randomness.dropout with a key"
+            )
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise InputError(
+                f"{name} is a {kind}: its running statistics would depend on which leaves a rank runs; "
+                "use LayerNorm or GroupNorm, or track_running_stats=False"
+            )
+
+
+def refuse_shared_memory(named: Mapping[str, nn.Parameter], tied_uses: Mapping[str, str]) -> None:
+    """Raise InputError for parameters over the same memory that would part: undeclared ones, and pairs of which one is
+    frozen."""
+    for second, first in tied_uses.items():
+        for name in (second, first):
+            if name not in named:
+                raise InputError(f"tied_uses = {dict(tied_uses)}: the model has no parameter {name}")
+        if named[second].requires_grad != named[first].requires_grad:
+            frozen, trained = (second, first) if named[first].requires_grad else (first, second)
+            raise InputError(f"{frozen} is frozen and tied to {trained}, which is trained; freeze both or none")
+    spans = sorted((*_span(p), name) for name, p in named.items() if name not in tied_uses and p.numel())
+    for (_, stop, a), (start, _, b) in itertools.pairwise(spans):
+        if start < stop:
+            raise InputError(
+                f"parameters {a} and {b} share memory; make them one nn.Parameter, or name them in the model's "
+                "tied_uses = {second: first}"
+            )
+
+
+def _span(p: nn.Parameter) -> tuple[int, int]:
+    """The addresses from the parameter's first element to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+    return p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()

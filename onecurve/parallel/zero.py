@@ -3,7 +3,7 @@
 One call of `step` is, on every rank:
 
     1. exchange    partial gradient sums go to each range's owner, who finishes the tree  (contiguous.py, strided.py)
-    2. share       losses per leaf, token counts, sum of squares -> loss, norm, verdict   60 bytes or so (norms.py)
+    2. share       losses per leaf, token counts, sum of squares -> loss, norm, verdict   60 bytes or so    (stats.py)
     3. update      gradient x (clip factor / tokens), AdamW on the ranges this rank holds
     4. all-gather  masters, rounded to the working dtype, to whoever computes with them   (weights.py)
 
@@ -11,57 +11,37 @@ The stages differ only in what is cut by W data-parallel ranks: 0 nothing, 1 the
 gradients, 3 also the working weights. No stage, width or transport changes a bit.
 """
 
-import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from onecurve.errors import InputError
+from onecurve.errors import InputError, UsageError
 from onecurve.optim.adamw import AdamW
 from onecurve.parallel.bands import GradientSpace
 from onecurve.parallel.contiguous import ContiguousGradients
+from onecurve.parallel.gathered import GatheredWeights, Journal
 from onecurve.parallel.mesh import Mesh
-from onecurve.parallel.norms import MESSAGE, SharedNorm
+from onecurve.parallel.norms import SharedNorm
 from onecurve.parallel.ownership import OwnedRange, OwnershipTable
 from onecurve.parallel.replicas import ReplicasDiffer, differing, digest, name_difference, tell_difference
+from onecurve.parallel.stats import Agreement, Stats
 from onecurve.parallel.strided import StridedGradients
-from onecurve.parallel.tree import contiguous_leaves, tree_sum
 from onecurve.parallel.units import Units, extras, survey
-from onecurve.parallel.weights import GatheredWeights, WholeWeights
-
-
-class UsageError(InputError):
-    """The library was called in an order or a number that can't be right."""
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What all ranks know of a step before the weights change; the same on every rank.
-
-    `loss`: mean over the step's unmasked tokens (nan without any). `norm`: of the mean gradient, before clipping.
-    `tokens`: unmasked tokens of the whole step. `finite`: loss and every gradient element. `vote`: bitwise or of what
-    the ranks passed to `step`. `replicas`: by rank, the digest of the weights that this step's gradients came from
-    (where `step` was asked to check them).
-    """
-
-    loss: float
-    norm: float
-    tokens: int
-    finite: bool
-    vote: int = 0
-    replicas: tuple[int, ...] = ()
-    accepted: bool = False
+from onecurve.parallel.weights import WholeWeights
 
 
 class ZeroOptimizer:
-    """AdamW over the ownership table, ZeRO stage 0 to 3, with gradients of `leaves` leaves added in one fixed tree.
+    """AdamW over the ownership table, ZeRO stage 0 to 3, with gradients added in one fixed tree.
 
-    A step takes, on each rank and for each of its `leaf_ids` in order, `accumulate` calls of `backward`, then one of
-    `step`. The masters and moments are fp32: `master`, `exp_avg`, `exp_avg_sq`, 1-D, [elements this rank holds].
-    `lr`: a rate, or a function of the 0-based update number. `clip`: largest global gradient norm, 0 = off.
+    A step's batch is cut into `leaves` equal parts, the leaves, of `accumulate` micro-batches each; data-parallel ranks
+    share them out, and their number is the most ranks that can be used. A step takes, on each rank and for each of its
+    `leaf_ids` in order, `accumulate` calls of `backward`, then one of `step`. The masters and moments are fp32:
+    `master`, `exp_avg`, `exp_avg_sq`, 1-D, [elements this rank holds].
+    `lr`: a rate, or a function of the 0-based update number. `betas`, `eps`, `weight_decay`: AdamW's (Loshchilov and
+    Hutter 2019, algorithm 2); parameters with two or more dimensions decay, but those that the model's `undecayed()`
+    names. `clip`: largest global gradient norm, 0 = off.
     `units`: (name, module) pairs that are gathered and exchanged together; by default the model's own `units()`, else
     its children. At stage 3 a unit's parameters are there only while its `forward` runs (and the backward of it), and
     every leaf must call the same units in the same order.
@@ -105,20 +85,19 @@ class ZeroOptimizer:
         self.exp_avg = torch.zeros(self.share.local)
         self.exp_avg_sq = torch.zeros(self.share.local)
         self._fill(trained.parameters)
-        space = GradientSpace(self.share, trained)
+        journal, space = Journal(), GradientSpace(self.share, trained)
+        self.weights: WholeWeights | GatheredWeights
+        if stage == 3:
+            self.weights = GatheredWeights(self.share, trained, mesh.transport, journal)
+        else:
+            self.weights = WholeWeights(self.share, trained, mesh.transport)
         self._gradients: ContiguousGradients | StridedGradients
         if stage < 2:
             self._gradients = ContiguousGradients(space, mesh.transport, leaves)
         else:
-            self._gradients = StridedGradients(space, mesh.transport, leaves, accumulate)
-        self.weights: WholeWeights | GatheredWeights
-        if isinstance(self._gradients, StridedGradients) and stage == 3:
-            self.weights = GatheredWeights(self.share, trained, mesh.transport, self._gradients.record)
-            self._gradients.weights = self.weights
-        else:
-            self.weights = WholeWeights(self.share, trained, mesh.transport)
+            self._gradients = StridedGradients(space, mesh.transport, leaves, accumulate, self.weights, journal)
         self.weights.refresh(self.master)
-        self._gradient_norm = SharedNorm(mesh.transport.share)
+        self._agreement = Agreement(mesh.transport, leaves, self._gradients.leaves_of)
         self._master_norm = SharedNorm(mesh.transport.share)
         self._segments = self._decay_segments()
         self._begin_step()
@@ -200,9 +179,10 @@ class ZeroOptimizer:
             )
         gradient = self._gradients.reduce()
         replicas = self.replicas() if check_replicas else {}
-        stats = self._agree(gradient, vote, digest(replicas) if replicas else 0)
+        replica = digest(replicas) if replicas else 0
+        stats = self._agreement.reach(self._primary(gradient), self._losses, self._tokens, vote, replica)
         if odd := differing(stats.replicas):
-            name = name_difference(self.mesh, replicas, odd)
+            name = name_difference(self.mesh, replicas)
             told = tell_difference(name, odd, len(stats.replicas))
             raise ReplicasDiffer(f"{told}, found before update {self.updates + 1}")
         wanted = stats.finite if accept is None else accept(stats)
@@ -247,33 +227,6 @@ class ZeroOptimizer:
         self._calls = 0
         self._tokens = 0
         self._losses = [0.0] * len(self.leaf_ids)
-
-    def _agree(self, gradient: Sequence[tuple[int, Tensor]], vote: int, replica: int) -> Stats:
-        """One message from each rank: losses, tokens, votes and what the norm needs."""
-        most = -(-self.leaves // self.mesh.dp)
-        form = struct.Struct(f"<qqQ{most}d")
-        mine = self._primary(gradient)
-        losses = self._losses + [0.0] * (most - len(self._losses))
-        told = self.mesh.transport.share(
-            self._gradient_norm.message(mine) + form.pack(self._tokens, vote, replica, *losses)
-        )
-        messages = [form.unpack_from(m, MESSAGE.size) for m in told]
-        tokens = sum(m[0] for m in messages)
-        votes = 0
-        by_leaf = [0.0] * self.leaves
-        for rank, message in enumerate(messages):
-            votes |= message[1]
-            for leaf, loss in zip(self._leaves_of(rank), message[3:], strict=False):
-                by_leaf[leaf] = loss
-        total = tree_sum(by_leaf)
-        size = self._gradient_norm.of(mine, [m[: MESSAGE.size] for m in told])
-        finite = math.isfinite(total) and math.isfinite(size)
-        loss, size = (total / tokens, size / tokens) if tokens else (math.nan, 0.0)
-        return Stats(loss, size, tokens, finite, votes, tuple(m[2] for m in messages))
-
-    def _leaves_of(self, rank: int) -> Sequence[int]:
-        width = self.mesh.dp
-        return contiguous_leaves(self.leaves, width, rank) if self.stage < 2 else range(rank, self.leaves, width)
 
     def _primary(self, vector: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """The parts of a local vector that this rank is the primary owner of: all, but at stage 0 only its shard."""

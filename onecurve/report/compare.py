@@ -32,7 +32,7 @@ class Run:
     rows: dict[int, dict[str, Any]]
     config: dict[str, Any]
     record: dict[str, Any]  # run.json
-    digests: dict[int, str]  # step -> state digest of the checkpoints that are there
+    digests: dict[tuple[int, str], str]  # (step, leaf hash) -> state digest of the checkpoints that are there
     notes: list[str] = field(default_factory=list)
 
 
@@ -92,7 +92,8 @@ def compare_runs(a: str | Path, b: str | Path) -> Comparison:
     """Compare two run folders. InputError where one is no run folder or has no metrics."""
     left, right = read_run(Path(a)), read_run(Path(b))
     equal, first = 0, list[Difference]()
-    for step in sorted(left.rows.keys() | right.rows.keys() | (left.digests.keys() & right.digests.keys())):
+    digests = left.digests.keys() & right.digests.keys()
+    for step in sorted(left.rows.keys() | right.rows.keys() | {step for step, _ in digests}):
         first = list(_differences(step, left, right))
         if first:
             break
@@ -136,8 +137,9 @@ def _differences(step: int, a: Run, b: Run) -> Iterator[Difference]:
     elif step in a.rows or step in b.rows:
         x, y = (_value(run.rows.get(step, {}), "loss") for run in (a, b))
         yield Difference(step, "loss", x, y)
-    if step in a.digests and step in b.digests and a.digests[step] != b.digests[step]:
-        yield Difference(step, "state_digest", a.digests[step], b.digests[step])
+    for key in a.digests.keys() & b.digests.keys():  # those hashed alike
+        if key[0] == step and a.digests[key] != b.digests[key]:
+            yield Difference(step, "state_digest", a.digests[key], b.digests[key])
 
 
 def _evaluated(a: Run, b: Run, step: int) -> bool:
@@ -233,13 +235,14 @@ def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _read_digests(folder: Path) -> dict[int, str]:
+def _read_digests(folder: Path) -> dict[tuple[int, str], str]:
     """The state digests that the checkpoints claim; whether they are true is `inspect --check`'s business."""
-    digests = dict[int, str]()
+    digests = dict[tuple[int, str], str]()
     for file in folder.glob("step-????????/manifest.json"):
         notes = list[str]()
         manifest = _read_json(file, notes)
         step, digest = manifest.get("step"), manifest.get("state_digest")
+        leaf_hash = str(manifest.get("leaf_hash", "sha256"))  # schema 1 had no such field
         if type(step) is int and isinstance(digest, str):
-            digests[step] = digest
+            digests[step, leaf_hash] = digest
     return digests

@@ -36,6 +36,7 @@ def manifest_lines(manifest: Manifest) -> list[str]:
     """What the manifest holds: the run's place, the files, the tensors with their (slice, offset, length) per file."""
     elements = sum(tensor.slice_numel * tensor.slices for tensor in manifest.tensors)
     size = sum(file.size for file in manifest.files)
+    schema = f"read as schema {manifest.schema_version}, leaves of the digest by {manifest.leaf_hash}"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.wall_clock))
     facts: list[tuple[str, Any]] = [
         ("step", f"{manifest.step}, {manifest.updates} updates, next batch {manifest.data_step}"),
@@ -45,10 +46,7 @@ def manifest_lines(manifest: Manifest) -> list[str]:
         ("curve", manifest.curve_id or "none"),
         ("data", manifest.data_fingerprint or "none"),
         ("state digest", manifest.state_digest + ("" if manifest.finite else "  (holds values that are not finite)")),
-        (
-            "content",
-            f"{elements:,} trained elements in {size:,} bytes ({human_bytes(size)}), schema {manifest.schema_version}",
-        ),
+        ("content", f"{elements:,} trained elements in {size:,} bytes ({human_bytes(size)}), {schema}"),
         ("numerics", _pairs(manifest.numerics)),
     ]
     lines = [f"{name:<15}  {printable(str(value))}" for name, value in facts]

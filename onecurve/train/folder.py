@@ -2,12 +2,18 @@
 
 import contextlib
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from onecurve.checkpoint import clean_leftovers, latest_checkpoint, list_steps, read_manifest
+from onecurve.checkpoint import (
+    clean_leftovers,
+    find_checkpoint,
+    latest_checkpoint,
+    list_steps,
+    parse_place,
+    read_manifest,
+)
 from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
 from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
@@ -16,7 +22,7 @@ from onecurve.config_text import read_toml
 from onecurve.curve import curve_id
 from onecurve.data.text import keep_description
 from onecurve.errors import ConfigError, InputError
-from onecurve.paths import FOLDER, need, read_bytes, show, trouble
+from onecurve.paths import read_bytes, show
 from onecurve.report.console import printable, say_on
 from onecurve.report.plan import parameters
 from onecurve.train.corpora import check_corpora
@@ -132,28 +138,8 @@ def is_end(checkpoint: Path, steps: int) -> bool:
 
 def find_parent(config: Config, place: str) -> tuple[Path, str]:
     """The checkpoint that "RUN[@STEP]" names, and its digest. Raises InputError if this model can't start there."""
-    text, at, step = place.rpartition("@")
-    if not at or not trouble(Path(place), FOLDER):  # a folder's name may hold an @
-        text, at, step = place, "", ""
-    if at and not (text and re.fullmatch(r"[0-9]{1,8}", step)):
-        raise InputError(
-            f"--from {show(place)}: {show(step)!r} is no step of a run; write RUN@STEP with a whole number"
-        )
-    need(Path(text), FOLDER, "--from", "give a run folder, or RUN@STEP")
-    checkpoints = Path(text) / "checkpoints"
-    if at:
-        path = checkpoints / f"step-{int(step):08d}"
-        if not path.is_dir():
-            there = ", ".join(str(found.step) for found in reversed(list_steps(checkpoints))) or "none"
-            raise InputError(f"--from {place}: no checkpoint of step {step}; steps there: {there}")
-        manifest = read_manifest(path)
-    else:
-        newest, reasons = latest_checkpoint(checkpoints, finite=True)
-        for reason in reasons:
-            say(f"passed over {reason}")
-        if newest is None:
-            raise InputError(f"--from {place}: {text} has no whole checkpoint; give a run folder, or RUN@STEP")
-        path, manifest = newest, read_manifest(newest)
+    path = find_checkpoint(parse_place(place, "--from"), say)
+    manifest = read_manifest(path)
     check_fits(manifest, parameters(config.model), f"--from {place}")
     return path, manifest.state_digest
 

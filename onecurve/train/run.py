@@ -21,7 +21,7 @@ from onecurve.errors import InputError, OnecurveError, RunFailed, Stopped
 from onecurve.launch import context_from_torchrun, run_ranks, with_restarts
 from onecurve.launch.blame import clear_records
 from onecurve.launch.torchrun import under_torchrun
-from onecurve.parallel.transports import share_any
+from onecurve.parallel.transports import PointToPoint, share_any
 from onecurve.report.console import Progress
 from onecurve.train.folder import locate, newest_step, prepare, say
 from onecurve.train.loop import train_rank
@@ -139,7 +139,8 @@ def train_under_torchrun(order: Order) -> int:
                 refusal, told = error, {"exit_code": error.exit_code}
         limits, threads = order.config.limits, order.config.numerics.threads
         with context_from_torchrun(plan.folder, stall_seconds=limits.stall_seconds, threads=threads) as context:
-            told = json.loads(share_any(json.dumps(told).encode(), context.world)[0])
+            over = PointToPoint(context.rank, context.world)
+            told = json.loads(share_any(json.dumps(told).encode(), over.share)[0])
             if "plan" in told:
                 plan = Plan.from_json(told["plan"])
                 torch.set_num_threads(plan.config.numerics.threads)  # a resumed run keeps its own

@@ -1,12 +1,15 @@
 """Any checkpoint into any layout: bytes, digest, and how much is read."""
 
+import hashlib
 import itertools
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors import safe_open
 
 from onecurve.checkpoint import load_checkpoint, read_parameters, save_checkpoint, state_digest, verify_checkpoint
+from onecurve.checkpoint.manifest import KINDS, canonical_json
 from onecurve.checkpoint.read import digest_of_files, read_manifest
 from tests.checkpoint.fakes import PARAMETERS, all_good, make, on_ranks, whole_state
 
@@ -43,6 +46,21 @@ def test_every_layout_saves_the_same_digest_and_loads_everywhere(tmp_path, saved
             return state_digest(optimizer)
 
         assert set(all_good(on_ranks(world, work))) == {manifest.state_digest}
+
+
+@pytest.mark.parametrize("leaf_hash, hasher", [("blake3", blake3), ("sha256", hashlib.sha256)])
+def test_the_digest_is_the_documented_one(tmp_path, leaf_hash, hasher):
+    """Written out from docs/checkpoint.md, over whole parameters; sha256 is what schema 1 hashed its leaves with."""
+    manifest = save(tmp_path)
+    root = hashlib.sha256()
+    for kind, kind_name in enumerate(KINDS):
+        for (name, index), values in whole_state(PARAMETERS, 1, kind).items():
+            data, node = values.numpy().tobytes(), canonical_json([kind_name, name, index, values.numel()])
+            leaves = [hasher(data[at : at + (1 << 16)]).digest() for at in range(0, len(data), 1 << 16)]
+            root.update(hashlib.sha256(node + b"".join(leaves)).digest())
+    kept = manifest.model_copy(update={"leaf_hash": leaf_hash})
+    assert digest_of_files(tmp_path / "step-00000010", kept) == root.hexdigest()
+    assert (manifest.state_digest == root.hexdigest()) == (leaf_hash == "blake3")
 
 
 def test_the_job_writes_12_bytes_per_trained_element(tmp_path):

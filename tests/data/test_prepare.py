@@ -159,7 +159,7 @@ def test_refusals_leave_nothing_behind(texts, tmp_path):
         refused("--val-fraction", call=lambda f=fraction: prepare([texts], out, val_fraction=f))
     (texts / "memory.txt").symlink_to("/proc/self/mem")
     refused("memory.txt", "can't be read", call=lambda: prepare([texts], out))
-    assert list(out.parent.iterdir()) == []
+    assert not out.parent.exists()
 
 
 def test_an_existing_out_is_refused(texts, tmp_path):
@@ -183,7 +183,7 @@ def test_failed_or_interrupted_it_leaves_nothing(texts, tmp_path, monkeypatch, e
     monkeypatch.setattr(module.TokenWriter, "write", write)
     with pytest.raises(InputError if isinstance(error, OSError) else type(error)) as caught:
         prepare([texts], tmp_path / "out" / "c")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
     if isinstance(error, OSError):
         assert "No space left" in str(caught.value)
 

@@ -8,13 +8,12 @@ from torch import nn
 
 from onecurve.data.cycle import cycle_corpus
 from onecurve.data.loader import Loader
-from onecurve.errors import InputError, RunFailed
 from onecurve.model import GPT, token_loss
 from onecurve.model.gpt import IGNORED
 from onecurve.parallel import Mesh, ZeroOptimizer, replicate
 from onecurve.parallel.replicas import ReplicasDiffer
 from onecurve.parallel.weights import SpaceWeights
-from onecurve.parallel.zero import UsageError
+from onecurve.errors import InputError, RunFailed, UsageError
 from tests.dist.harness import run_dist
 from tests.dist.modules import Base, loss_of
 from tests.dist.training import run_leaves, tensor, whole_state
@@ -284,10 +283,19 @@ def test_a_flipped_bit_in_a_sharded_tensor_is_no_replica():
 
 
 def test_a_buffer_that_follows_the_ranks_own_data_is_found():
-    """Batch norm's running statistics are no replicas: the check says so, at every stage."""
+    """Statistics that a module keeps of its rank's data are no replicas: the check says so, at every stage."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(5))
+
+        def forward(self, x):
+            self.seen += x.detach().mean(0)
+            return x
 
     def work(context):
-        model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+        model = nn.Sequential(nn.Linear(5, 5), Mean())
         mesh = Mesh(dp=2)
         replicate(model, mesh)
         optimizer = ZeroOptimizer(model, mesh, stage=3, leaves=2)
@@ -296,5 +304,5 @@ def test_a_buffer_that_follows_the_ranks_own_data_is_found():
             optimizer.backward(model(x).square().sum(), 4)
         optimizer.step(check_replicas=True)
 
-    with pytest.raises(RunFailed, match=r"different 1\.running_mean"):
+    with pytest.raises(RunFailed, match=r"different 1\.seen"):
         run_dist(work, 2)

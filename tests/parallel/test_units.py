@@ -54,7 +54,7 @@ def test_tied_uses_are_two_gradient_leaves_of_one_parameter():
     found = survey(GPT(layers=1, width=8, heads=2, vocab=8, context=4, tied=True), None)
     assert "head.weight" not in found.parameters and set(found.tied) == {"head.weight"}
     assert found.unit_of_use["head.weight"] == "head" and found.unit_of_use["embedding.token"] == "embedding"
-    assert len(found.leaves) == len(found.parameters) + 1
+    assert len(found.gradients_of) == len(found.parameters) + 1
 
 
 def test_matrices_decay_but_what_the_model_excepts():
@@ -75,6 +75,70 @@ def test_refusals_name_the_thing():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(InputError, match="two have one name"):
         survey(model, [("x", model[0]), ("x", model[1])])
+
+
+class Tied(nn.Module):
+    """Two parameters over one storage, as GPT's tied embeddings are."""
+
+    def __init__(self, tied_uses):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(4, 2))
+        self.b = nn.Parameter(self.a.detach())
+        self.c = nn.Parameter(torch.ones(2))
+        self.tied_uses = tied_uses
+
+
+def test_parameters_over_one_memory_must_be_declared():
+    with pytest.raises(InputError, match="parameters a and b share memory"):
+        survey(Tied({}), None)
+    overlapping = Tied({"b": "a"})
+    overlapping.c = nn.Parameter(overlapping.a.detach().t()[1])  # a strided view of a part
+    with pytest.raises(InputError, match="parameters a and c share memory"):
+        survey(overlapping, None)
+    assert set(survey(Tied({"b": "a"}), None).tied) == {"b"}
+
+
+@pytest.mark.parametrize(("frozen", "trained"), [("a", "b"), ("b", "a")])
+def test_a_tied_pair_is_frozen_whole_or_not_at_all(frozen, trained):
+    model = Tied({"b": "a"})
+    getattr(model, frozen).requires_grad_(False)
+    with pytest.raises(InputError, match=f"{frozen} is frozen and tied to {trained}"):
+        survey(model, None)
+    getattr(model, trained).requires_grad_(False)
+    found = survey(model, None)
+    assert set(found.parameters) == {"c"} and not found.tied
+
+
+def test_a_tied_use_that_does_not_exist_is_named():
+    with pytest.raises(InputError, match="no parameter z"):
+        survey(Tied({"z": "a"}), None)
+
+
+def test_attributes_called_units_are_no_methods():
+    model = nn.Sequential(nn.Linear(2, 2))
+    type(model).units, type(model).undecayed = 64, ["x"]
+    try:
+        assert [spec.name for spec in survey(model, None).specs] == ["0.weight", "0.bias"]
+    finally:
+        del type(model).units, type(model).undecayed
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.Dropout(0.1), "0 is a Dropout with dropout 0.1"),
+        (nn.Dropout2d(0.5), "Dropout2d"),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), "MultiheadAttention with dropout 0.1"),
+        (nn.LSTM(2, 2, num_layers=2, dropout=0.2), "LSTM with dropout 0.2"),
+        (nn.BatchNorm1d(2), "BatchNorm1d: its running statistics"),
+    ],
+)
+def test_layers_whose_result_depends_on_the_rank_are_refused(layer, words):
+    with pytest.raises(InputError, match=words):
+        survey(nn.Sequential(layer, nn.Linear(2, 2)), None)
+    survey(nn.Sequential(layer.eval(), nn.Linear(2, 2)), None)
+    harmless = [nn.Dropout(0.0), nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2)]
+    survey(nn.Sequential(*harmless), None)
 
 
 def test_extras_are_frozen_parameters_and_persistent_buffers():

@@ -21,7 +21,9 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
     return {"step": step, "loss": loss, "loss_hex": loss.hex(), "grad_norm": 0.1 * step, "param_norm": 7.0, **changes}
 
 
-def write_run(path: Path, rows: list[dict[str, Any]], *overrides: str, digests: dict[int, str] | None = None) -> Path:
+def write_run(
+    path: Path, rows: list[dict[str, Any]], *overrides: str, digests: dict[int, str] | None = None, **manifest: str
+) -> Path:
     path.mkdir()
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (path / "config.toml").write_text(config_to_toml(load_config(DEMO, overrides)))
@@ -29,7 +31,7 @@ def write_run(path: Path, rows: list[dict[str, Any]], *overrides: str, digests: 
     for step, digest in (digests or {}).items():
         folder = path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text(json.dumps({"step": step, "state_digest": digest}))
+        (folder / "manifest.json").write_text(json.dumps({"step": step, "state_digest": digest, **manifest}))
     return path
 
 
@@ -81,6 +83,14 @@ def test_equal_losses_over_other_weights_are_a_difference(tmp_path: Path) -> Non
     result = compare_runs(a, b)
     assert [(d.step, d.name, d.a, d.b) for d in result.first] == [(4, "state_digest", "one", "two")]
     assert "one" in "\n".join(result.lines())
+
+
+def test_digests_of_leaves_hashed_otherwise_are_not_compared(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", ROWS, digests={2: "old"})
+    b = write_run(tmp_path / "b", ROWS, digests={2: "new"}, leaf_hash="blake3")
+    c = write_run(tmp_path / "c", ROWS, digests={2: "other"}, leaf_hash="blake3")
+    assert "and 0 state digests are equal" in "\n".join(compare_runs(a, b).lines())
+    assert [(d.step, d.a, d.b) for d in compare_runs(b, c).first] == [(2, "new", "other")]
 
 
 def test_a_shorter_run_differs_at_its_end(tmp_path: Path) -> None:

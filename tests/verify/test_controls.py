@@ -4,7 +4,7 @@ import pytest
 
 from onecurve.cli import main as command
 from onecurve.config import load_config
-from onecurve.verify import controls, prove
+from onecurve.verify import breaks, controls, prove
 from onecurve.verify.controls import CONTROLS, Control
 from tests.commands import ROOT
 from tests.controls import ODD, layouts, main, run
@@ -15,6 +15,7 @@ CAUGHT = {
     "contiguous-ticks": ((4, 2), {"grad_norm", "state"}, 1),
     "losses-in-float": ((4, 1), {"loss"}, 1),
     "data-by-rank": ((4, 1), {"loss", "grad_norm", "state"}, 1),
+    "strided-activations": ((4, 1), {"grad_norm", "state"}, 1),
     "dropout-by-rank": ((4, 3), {"loss", "grad_norm", "state"}, 1),
     "tied-together": ((4, 0), {"grad_norm", "state"}, 1),
     "float-norm": ((4, 2), {"grad_norm"}, 1),
@@ -23,6 +24,7 @@ CAUGHT = {
     "reduce-each-micro-batch": ((4, 1), {"grad_norm", "state"}, 1),
     "last-in-first-out": ((4, 2), {"grad_norm", "state"}, 1),
     "lost-nan": ((4, 1), {"state"}, 2),
+    "roll-back-one-step": ((4, 1), {"loss", "state"}, 2),
     "two-threads": ((4, 1), {"grad_norm", "state"}, 1),
 }
 
@@ -50,7 +52,7 @@ def test_nothing_broken_is_one_curve():
 
 def test_the_rehearsed_nan_itself_breaks_no_layout(monkeypatch):
     """The NaN is rolled back alike everywhere: what `lost-nan` changes is the loss of it, not the NaN."""
-    rehearsal = Control("rehearsal only", rehearses=controls.nan_in_last_parameter)
+    rehearsal = Control("rehearsal only", rehearses=breaks.nan_in_last_parameter)
     monkeypatch.setitem(CONTROLS, "lost-nan", rehearsal)
     assert run("lost-nan", ((4, 0), (4, 1), (3, 2), (4, 3)), steps=3).same
 
