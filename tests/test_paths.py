@@ -86,6 +86,9 @@ COMMANDS = {
     "compare B": lambda path, run: ("compare", run, path),
     "inspect": lambda path, run: ("inspect", path),
     "inspect --check": lambda path, run: ("inspect", path, "--check"),
+    "sample": lambda path, run: ("sample", path),
+    "export RUN": lambda path, run: ("export", path, "--out", "new"),
+    "export --out": lambda path, run: ("export", run, "--out", path),
     "prepare --out": lambda path, run: ("prepare", DEMO, "--out", path),
     "demo --run": lambda path, run: ("demo", "--run", path),
 }
@@ -100,14 +103,14 @@ def test_what_no_command_can_use(
     path = make(kind, place)
     before = sorted((entry, entry.lstat().st_mode) for entry in place.iterdir())
     said = complaint(capfd, *COMMANDS[command](path, run))
-    if command != "prepare --out":  # whatever is there, it takes a new name only
+    if command not in ("prepare --out", "export --out"):  # whatever is there, they take a new name only
         assert KINDS[kind] in said and len(said) < 900, said
     assert "given" in said
     assert sorted((entry, entry.lstat().st_mode) for entry in place.iterdir()) == before
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "compare B"])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("compare B", "export --out")])
 def test_no_permission(command: str, run: Path, place: Path, capfd: Complain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     closed = place / "closed"

@@ -149,7 +149,7 @@ def test_refusals(runs: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
     assert "is empty" in refused(capsys, "", tmp_path / "new")
     for place in ("x" * 300, "x" * 300 + "@2"):
         line = refused(capsys, place, tmp_path / "new")
-        assert line.startswith("onecurve: xxx") and "can't be read (File name too long)" in line
+        assert line.startswith("onecurve: xxx") and "no run there (it is longer than a name may be)" in line
     line = refused(capsys, run, tmp_path / "new", "--format", "gguf")
     assert "gguf" in line and "transformers and safetensors" in line
     broken = Path(shutil.copytree(runs["bpe"], tmp_path / "broken"))
