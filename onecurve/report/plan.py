@@ -130,6 +130,8 @@ def rank_costs(config: Config) -> list[RankCost]:
     tied = model.vocab * model.width if model.tied else 0
     sizes["head"] += tied
     ticks = -(-train.leaves // n)
+    routes, tied_route = [share.routes(*ranges[unit]) for unit in units], share.routes(0, tied)
+    owners_buffers = counter_buffers(train.leaves, n)
     costs = []
     for rank in range(n):
         mine = leaves_of(train.leaves, n, rank, zero)
@@ -143,14 +145,13 @@ def rank_costs(config: Config) -> list[RankCost]:
             gather = spread * (4 if zero == 0 else working)
             sent = 4 * elsewhere * (held[-1] if held else 0) + gather
         else:
-            buffers = counter_buffers(train.leaves, n)
-            parts = [share.routes(*ranges[unit])[rank] for unit in units]
-            lo, hi = share.routes(0, tied)[rank]  # of the embedding's matrix, which comes first
+            parts = [route[rank] for route in routes]
+            lo, hi = tied_route[rank]  # of the embedding's matrix, which comes first
             whole = train.accumulate > 1
             others = p + tied if whole else 2 * max(sizes.values())
             others_held = share.flat + tied if whole else others
-            counters = 4 * (sum(stop - start for start, stop in parts) + hi - lo) * buffers
-            gradients = round(4 * p / n * buffers) + 4 * (hi - lo) * buffers + 4 * others
+            counters = 4 * (sum(stop - start for start, stop in parts) + hi - lo) * owners_buffers
+            gradients = round(4 * p / n * owners_buffers) + 4 * (hi - lo) * owners_buffers + 4 * others
             gradients_held = counters + 4 * others_held
             gather = working * spread * (1 if zero == 2 else 2 * train.accumulate * ticks)
             sent = 4 * elsewhere * len(mine) + gather

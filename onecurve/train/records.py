@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from onecurve.errors import RunFailed
+from onecurve.paths import read_bytes
 
 METRICS = "metrics.jsonl"
 REMOVED = "metrics.removed.jsonl"
@@ -81,7 +82,8 @@ class Metrics:
 
     def _read(self) -> tuple[dict[int, str], list[bytes]]:
         """The last row of each step, and the lines that should not be there."""
-        content = self._path.read_bytes() if self._path.exists() else b""
+        cure = "move it away; the run goes on without the rows in it"
+        content = read_bytes(self._path, "metrics", cure) if self._path.exists() else b""
         lines = content.split(b"\n")
         if _step_of(lines[-1]) is None:
             lines.pop()  # torn, or the nothing after the last line
@@ -101,7 +103,7 @@ class Metrics:
 def _step_of(line: bytes) -> int | None:
     """The step of a row of metrics; None if it is none."""
     try:
-        step = json.loads(line)["step"]
+        step = json.loads(line.decode())["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if type(step) is int and step > 0 else None

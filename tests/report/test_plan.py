@@ -93,6 +93,11 @@ def test_the_text_says_what_is_out_of_balance_and_what_would_be_in() -> None:
     assert "none waits" in "\n".join(plan_lines(Config()))
 
 
+def test_the_widest_curve_is_planned_in_seconds() -> None:
+    wide = ["train.leaves=65536", "layout.dp=2048", "layout.zero=2", "train.micro_batch=1"]
+    assert "2048 ranks" in "\n".join(plan_lines(load_config(DEMO, wide)))
+
+
 def test_every_layout_of_a_wide_curve_can_be_planned() -> None:
     for dp in range(1, 13):
         for zero in range(4):
