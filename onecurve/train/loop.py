@@ -43,7 +43,8 @@ def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None 
     while session.step < session.plan.last_step:
         began = time.perf_counter()
         stats, rate = train_step(session)
-        if objection := None if stats.accepted else session.guard.objection(stats):  # without a token there is none
+        objection = None if stats.accepted else session.guard.objection(stats)  # a step without a token has none either
+        if objection is not None:
             go_back(session, session.guard.roll_back(session.step + 1, objection, session.fault_steps))
             continue
         accept_step(session, stats)

@@ -69,7 +69,7 @@ def test_the_curves_name_covers_the_parents_state_and_not_its_place(old: Path, c
     assert digest(tmp_path / "earlier", 0) == digest(old, 2) and curve(tmp_path / "earlier") != curve(child)
 
 
-@pytest.mark.parametrize("place", ["save.write", "save.rename"])
+@pytest.mark.parametrize("place", ["save.write", pytest.param("save.rename", marks=pytest.mark.slow)])
 def test_killed_before_its_first_checkpoint_and_resumed_as_it_says(
     parent: Path, child: Path, tmp_path: Path, place: str, capfd: Captured
 ) -> None:
@@ -85,7 +85,7 @@ def test_killed_before_its_first_checkpoint_and_resumed_as_it_says(
     assert record(run)["curve_id"] == record(child)["curve_id"]
 
 
-@pytest.mark.parametrize("change", ["gone", "another state"])
+@pytest.mark.parametrize("change", ["gone", pytest.param("another state", marks=pytest.mark.slow)])
 def test_without_a_checkpoint_or_its_parent_it_is_refused(
     parent: Path, tmp_path: Path, change: str, capfd: Captured
 ) -> None:
@@ -106,6 +106,7 @@ def test_without_a_checkpoint_or_its_parent_it_is_refused(
     assert ("No such file" in said) == (change == "gone")
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_and_the_parent_is_there(parent: Path, child: Path, tmp_path: Path) -> None:
     run = tmp_path / "new"
     assert start(run, parent) == 0
