@@ -15,8 +15,8 @@ from onecurve.data.text import read_manifest as read_description
 from onecurve.data.tokenizer import Tokenizer
 from onecurve.errors import InputError
 from onecurve.model import GPT
-from onecurve.paths import FILE, FOLDER, show, trouble
 from onecurve.parallel.units import survey
+from onecurve.paths import FILE, FOLDER, show, trouble
 
 Say = Callable[[str], None]
 
