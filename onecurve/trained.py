@@ -15,8 +15,8 @@ from onecurve.data.text import read_manifest as read_description
 from onecurve.data.tokenizer import Tokenizer
 from onecurve.errors import InputError
 from onecurve.model import GPT
+from onecurve.parallel.units import survey
 from onecurve.paths import FILE, FOLDER, show, trouble
-from onecurve.report.plan import parameters
 
 Say = Callable[[str], None]
 
@@ -44,9 +44,9 @@ def open_trained(place: Place, say: Say) -> Trained:
     config = load_config(run / "config.toml")
     path = find_checkpoint(place, say, curve_id=_curve_of(run))
     manifest = read_manifest(path)
-    check_fits(manifest, parameters(config.model), str(path))
     m = config.model
     model = GPT(layers=m.layers, width=m.width, heads=m.heads, vocab=m.vocab, context=m.context, tied=m.tied)
+    check_fits(manifest, survey(model, None).specs, str(path))
     with torch.no_grad():
         for name, values in read_parameters(path, check=False).items():  # its hashes have just been compared
             model.get_parameter(name).copy_(values)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onecurve.config import Config, load_config
-from onecurve.report.plan import counter_sizes, leaves_of, parameters, plan_lines, rank_costs
+from onecurve.report.plan import parameters, plan_lines, rank_costs
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
@@ -57,26 +57,6 @@ def test_padding_is_named_where_the_ranks_do_not_divide() -> None:
     costs = rank_costs(load_config(DEMO, ["layout.dp=3"]))
     assert [cost.optimizer + cost.padding for cost in costs] == [12 * 9_952] * 3  # shards of 16 elements' multiples
     assert costs[0].optimizer == 12 * 29_824 // 3 and costs[0].padding > 0
-
-
-def test_leaves_are_cut_as_the_stages_need_them() -> None:
-    assert [leaves_of(8, 3, r, 1) for r in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
-    assert [leaves_of(8, 3, r, 2) for r in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    for width in range(1, 9):
-        for zero in range(4):
-            assert sorted(leaf for r in range(width) for leaf in leaves_of(8, width, r, zero)) == list(range(8))
-
-
-def test_counters_hold_what_the_tree_holds() -> None:
-    assert counter_sizes([0, 1, 2, 3]) == [1, 1, 2, 1]
-    assert counter_sizes([1, 2, 3]) == [1, 2, 2]  # 1 | 2+3: not aligned, two partials
-    tree = pytest.importorskip("onecurve.parallel.tree")
-    for leaves in range(1, 13):
-        for width in range(1, leaves + 1):
-            for rank in range(width):
-                run = tree.contiguous_leaves(leaves, width, rank)
-                assert leaves_of(leaves, width, rank, 1) == list(run)
-                assert counter_sizes(list(run))[-1] == len(tree.aligned_partials(run))
 
 
 def test_more_leaves_than_ranks_need_more_gradient_buffers() -> None:
