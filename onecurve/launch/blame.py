@@ -105,7 +105,7 @@ def clear_records(folder: Path) -> None:
 
 
 @dataclass
-class Ending:
+class RankExit:
     """How one rank ended, as the parent saw it."""
 
     rank: int
@@ -128,12 +128,12 @@ def where(step: int, place: str) -> str:
     return (" " + ", ".join(parts)) if parts else ""
 
 
-def _cause_ns(ending: Ending) -> int:
+def _cause_ns(exit: RankExit) -> int:
     """When the trouble began. A rank killed from outside is seen a little after its peers complain: so one second."""
-    if ending.record is not None:
-        return ending.record["monotonic_ns"]
-    from_outside = ending.status is not None and -ending.status in SENT_FROM_OUTSIDE
-    return ending.seen_ns - (1_000_000_000 if from_outside else 0)
+    if exit.record is not None:
+        return exit.record["monotonic_ns"]
+    from_outside = exit.status is not None and -exit.status in SENT_FROM_OUTSIDE
+    return exit.seen_ns - (1_000_000_000 if from_outside else 0)
 
 
 def _named(signum: int) -> str:
@@ -143,16 +143,16 @@ def _named(signum: int) -> str:
         return f"signal {signum}"
 
 
-def _vanished_error(ending: Ending) -> errors.RunFailed:
-    status = ending.status
+def _vanished_error(exit: RankExit) -> errors.RunFailed:
+    status = exit.status
     if status is None:
         how = "it is gone"
     elif status < 0:
         how = f"killed by {_named(-status)}" + OUT_OF_MEMORY * (status == -signal.SIGKILL)
     else:
         how = f"it left with exit code {status} before it returned a result"
-    text = f"rank {ending.rank} vanished without a word{where(ending.step, ending.place)}: {how}"
-    return _failed(text, ending.rank, ending.stack)
+    text = f"rank {exit.rank} vanished without a word{where(exit.step, exit.place)}: {how}"
+    return _failed(text, exit.rank, exit.stack)
 
 
 def _failed(text: str, rank: int, detail: str) -> errors.RunFailed:
@@ -180,20 +180,20 @@ def to_error(record: dict[str, Any]) -> errors.OnecurveError:
     return _failed(text, record["rank"], record["traceback"])
 
 
-def verdict(endings: list[Ending]) -> errors.OnecurveError | None:
+def verdict(endings: list[RankExit]) -> errors.OnecurveError | None:
     """The error of the run: the earliest real one, else a stop on request, else the earliest secondary one."""
-    real: list[Ending] = []
-    stops: list[Ending] = []
-    secondary: list[Ending] = []
-    for ending in endings:
-        if ending.vanished:
-            real.append(ending)
-        elif ending.record is not None and ending.record["exit_code"] == errors.Stopped.exit_code:
-            stops.append(ending)
-        elif ending.record is not None:
-            (secondary if ending.record["secondary"] else real).append(ending)
+    real: list[RankExit] = []
+    stops: list[RankExit] = []
+    secondary: list[RankExit] = []
+    for exit in endings:
+        if exit.vanished:
+            real.append(exit)
+        elif exit.record is not None and exit.record["exit_code"] == errors.Stopped.exit_code:
+            stops.append(exit)
+        elif exit.record is not None:
+            (secondary if exit.record["secondary"] else real).append(exit)
     for group in (real, stops, secondary):
         if group:
-            first = min(group, key=lambda ending: (_cause_ns(ending), ending.rank))
+            first = min(group, key=lambda exit: (_cause_ns(exit), exit.rank))
             return _vanished_error(first) if first.record is None else to_error(first.record)
     return None

@@ -1,7 +1,7 @@
 """The life of one rank: tie it to its parent, join the process group, run the worker, report, leave.
 
 Whatever happens, the rank says one thing through its pipe, a result or its first error, and ends with `os._exit`: the
-interpreter's own ending takes longer than the launch and may hang on a thread.
+interpreter's own exit takes longer than the launch and may hang on a thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TornDown(BaseException):
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSetup:
     """What a rank needs to start; plain values and open file descriptors, so that it survives fork and exec alike."""
 
     rank: int
@@ -61,11 +61,11 @@ class Seat:
         return asdict(self)
 
 
-def run_rank(seat: Seat, board: Board, get_worker: Callable[[], Callable[[RankContext], Any]]) -> None:
+def run_rank(setup: RankSetup, board: Board, get_worker: Callable[[], Callable[[RankContext], Any]]) -> None:
     """Never returns. `get_worker` is called inside the guarded part, so that its failure is reported as well."""
     code = FAILED_EXIT
     try:
-        code = _run(seat, board, get_worker)
+        code = _run(setup, board, get_worker)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -73,52 +73,52 @@ def run_rank(seat: Seat, board: Board, get_worker: Callable[[], Callable[[RankCo
         os._exit(code)
 
 
-def _run(seat: Seat, board: Board, get_worker: Callable[[], Callable[[RankContext], Any]]) -> int:
+def _run(setup: RankSetup, board: Board, get_worker: Callable[[], Callable[[RankContext], Any]]) -> int:
     gc.freeze()  # the parent's objects are never garbage here; scanning them would copy their pages
-    process.die_with_parent(seat.parent, seat.lifeline)
-    faulthandler.enable(file=seat.stacks, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, file=seat.stacks, all_threads=True)
-    context = RankContext(seat.rank, seat.world, Path(seat.folder), board)
+    process.die_with_parent(setup.parent, setup.lifeline)
+    faulthandler.enable(file=setup.stacks, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=setup.stacks, all_threads=True)
+    context = RankContext(setup.rank, setup.world, Path(setup.folder), board)
     reporting = listen_to_signals(board)
-    board.mark_place(seat.rank, "start-up")
-    faults.here(seat.rank, 0)
+    board.mark_place(setup.rank, "start-up")
+    faults.here(setup.rank, 0)
     try:
-        _join(seat)
+        _join(setup)
         worker = get_worker()
-        board.mark_place(seat.rank, "")
+        board.mark_place(setup.rank, "")
         payload = json.dumps({"result": worker(context)}).encode()
         _join_threads()
     except BaseException as error:
         reporting.set()
-        return _report(error, seat, board, context)
+        return _report(error, setup, board, context)
     try:
-        _send(seat.pipe, payload)
-        return _leave_together(seat, board, 0)
+        _send(setup.pipe, payload)
+        return _leave_together(setup, board, 0)
     except TornDown:
         return TORN_DOWN_EXIT
 
 
-def _join(seat: Seat) -> None:
+def _join(setup: RankSetup) -> None:
     import torch
 
-    torch.set_num_threads(seat.threads)
-    if not seat.group:
+    torch.set_num_threads(setup.threads)
+    if not setup.group:
         return
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    timeout = timedelta(seconds=seat.timeout)
+    timeout = timedelta(seconds=setup.timeout)
     store = dist.TCPStore(
         "127.0.0.1",
-        seat.port,
-        seat.world,
-        is_master=seat.rank == 0,
+        setup.port,
+        setup.world,
+        is_master=setup.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=seat.listener,
+        master_listen_fd=setup.listener,
     )
-    dist.init_process_group(seat.backend, store=store, rank=seat.rank, world_size=seat.world, timeout=timeout)
-    if seat.backend == "gloo":
+    dist.init_process_group(setup.backend, store=store, rank=setup.rank, world_size=setup.world, timeout=timeout)
+    if setup.backend == "gloo":
         dist.barrier()  # else one that fails at once would fail the others while they still connect
 
 
@@ -141,20 +141,20 @@ def listen_to_signals(board: Board) -> threading.Event:
     return reporting
 
 
-def _report(error: BaseException, seat: Seat, board: Board, context: RankContext) -> int:
+def _report(error: BaseException, setup: RankSetup, board: Board, context: RankContext) -> int:
     if isinstance(error, TornDown):
         # The order to leave may have come while this rank's own error was on its way up: then that is what counts.
         if error.__context__ is None:
             return TORN_DOWN_EXIT
         error = error.__context__
-    record = blame.describe(error, rank=seat.rank, step=context.step, place=context.current_place)
+    record = blame.describe(error, rank=setup.rank, step=context.step, place=context.current_place)
     if not isinstance(error, Stopped):
         # A full or read-only disk must not hide the cause: it goes through the pipe as well.
         with contextlib.suppress(OSError):
             blame.write_record(context.folder, record)
-    _send(seat.pipe, json.dumps({"error": record}).encode())
+    _send(setup.pipe, json.dumps({"error": record}).encode())
     if isinstance(error, Stopped):
-        return _leave_together(seat, board, FAILED_EXIT)
+        return _leave_together(setup, board, FAILED_EXIT)
     return FAILED_EXIT
 
 
@@ -164,16 +164,16 @@ def _send(pipe: int, payload: bytes) -> None:
         view = view[os.write(pipe, view) :]
 
 
-def _leave_together(seat: Seat, board: Board, code: int) -> int:
+def _leave_together(setup: RankSetup, board: Board, code: int) -> int:
     """Wait for the others, so that nobody loses a peer (or the store, which rank 0 serves) that it still needs."""
-    board.mark_done(seat.rank)
+    board.mark_done(setup.rank)
     pause = 0.0005
     while not board.all_done:
         if board.torn_down:
             return TORN_DOWN_EXIT
         time.sleep(pause)
         pause = min(pause * 1.5, 0.01)
-    if seat.group and seat.backend != "gloo":
+    if setup.group and setup.backend != "gloo":
         import torch.distributed as dist
 
         dist.destroy_process_group()
@@ -181,7 +181,8 @@ def _leave_together(seat: Seat, board: Board, code: int) -> int:
 
 
 def _join_threads() -> None:
-    """Work that the worker left to threads (a save in the background) is part of the run."""
+    """Work that the worker left to threads is part of the run, but for daemon threads: whoever starts one waits for it
+    (a background save: `Checkpointer.close`)."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

@@ -13,9 +13,9 @@ from typing import Any
 from onecurve import faults
 from onecurve.errors import InputError, RunFailed, Stopped
 from onecurve.launch import blame
-from onecurve.launch.crew import Crew, Worker
+from onecurve.launch.processes import RankProcesses, Worker
 from onecurve.launch.signals import StopSignals
-from onecurve.launch.watchdog import Finding, Watchdog
+from onecurve.launch.watchdog import Stall, Watchdog
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # a rank lost its peer: so long may the cause take to show
@@ -68,64 +68,66 @@ def run_ranks(
 
         # A pool of threads made here would not exist in the forked ranks, which hang waiting for it.
         torch.set_num_threads(1)
-    seats: dict[str, Any] = {
+    setups: dict[str, Any] = {
         "group": world > 1 if group is None else group,
         "backend": backend,
         "timeout": stall_seconds + GROUP_MARGIN_SECONDS,
         "threads": threads,
     }
-    crew = Crew(worker, world, folder, start=start, lifeline=lifeline, **seats)
-    with StopSignals(crew.board, at_once=on_signal == "kill") as signals, crew:
-        return _supervise(crew, signals, Watchdog(crew, stall_seconds, limit_seconds), progress)
+    processes = RankProcesses(worker, world, folder, start=start, lifeline=lifeline, **setups)
+    with StopSignals(processes.board, at_once=on_signal == "kill") as signals, processes:
+        return _supervise(processes, signals, Watchdog(processes, stall_seconds, limit_seconds), progress)
 
 
-def _supervise(crew: Crew, signals: StopSignals, watchdog: Watchdog, progress: Progress | None) -> list[Any]:
+def _supervise(
+    processes: RankProcesses, signals: StopSignals, watchdog: Watchdog, progress: Progress | None
+) -> list[Any]:
     trouble_at = 0.0
     shown: tuple[int, int | None, str] | None = None
-    while crew.running:
-        crew.poll(POLL_SECONDS)
+    while processes.running:
+        processes.poll(POLL_SECONDS)
         now = time.monotonic()
         if signals.abort:
-            crew.kill()
-            if all(member.message for member in crew.members):
+            processes.kill()
+            if all(member.message for member in processes.members):
                 break  # all had said how they ended, and only waited to leave together
             name = signal.Signals(signals.abort).name
             raise Stopped(f"ended at once by {name}; the newest checkpoint stays whole")
-        records = [member.record for member in crew.members if member.record is not None]
+        records = [member.record for member in processes.members if member.record is not None]
         failures = [record for record in records if record["exit_code"] != Stopped.exit_code]
-        vanished = [member for member in crew.members if member.ending and member.ending.vanished]
+        vanished = [member for member in processes.members if member.exit and member.exit.vanished]
         if failures or vanished:
             trouble_at = trouble_at or now
             if vanished or any(not record["secondary"] for record in failures):
-                crew.tell()
+                processes.terminate()
             elif now - trouble_at > SETTLE_SECONDS:
-                if not crew.told_at and (finding := watchdog.stopped()):  # lost, because it was stopped
-                    crew.kill()
-                    raise _stalled(finding, crew.folder)
-                crew.tell()
-        elif finding := watchdog.look():
-            crew.kill()
-            raise _stalled(finding, crew.folder)
-        if crew.told_at and now - crew.told_at > GRACE_SECONDS:
-            crew.kill()
+                if not processes.terminated_at and (stall := watchdog.stopped()):  # lost, because it was stopped
+                    processes.kill()
+                    raise _stalled(stall, processes.folder)
+                processes.terminate()
+        elif stall := watchdog.look():
+            processes.kill()
+            raise _stalled(stall, processes.folder)
+        if processes.terminated_at and now - processes.terminated_at > GRACE_SECONDS:
+            processes.kill()
         if progress is not None:
-            board = crew.board
+            board = processes.board
             current = (board.step(0), board.total(0), board.text(0))
             if current != shown and current != (0, None, ""):
                 progress(*current)
                 shown = current
-    verdict = blame.verdict([member.ending for member in crew.members if member.ending])
+    verdict = blame.verdict([member.exit for member in processes.members if member.exit])
     if verdict is not None:
         raise verdict
-    return [member.result for member in crew.members]
+    return [member.result for member in processes.members]
 
 
-def _stalled(finding: Finding, folder: Path) -> RunFailed:
+def _stalled(stall: Stall, folder: Path) -> RunFailed:
     """Every rank's state and stack to stderr and to `folder/errors/stacks.txt`; the one line in the error."""
-    print(f"{finding.line}\n{finding.stacks}", file=sys.stderr, flush=True)
+    print(f"{stall.line}\n{stall.stacks}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         (folder / "errors").mkdir(parents=True, exist_ok=True)
-        (folder / "errors" / "stacks.txt").write_text(f"{finding.line}\n{finding.stacks}\n")
-    error = RunFailed(finding.line)
-    error.rank = finding.rank
+        (folder / "errors" / "stacks.txt").write_text(f"{stall.line}\n{stall.stacks}\n")
+    error = RunFailed(stall.line)
+    error.rank = stall.rank
     return error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from onecurve.errors import InputError
 
 if TYPE_CHECKING:
-    from onecurve.launch.rank import Seat
+    from onecurve.launch.rank import RankSetup
 
 PROGRAM = (
     "import json, sys; order = json.load(open(int(sys.argv[1]))); sys.path[:] = order['path'];"
@@ -21,9 +21,9 @@ PROGRAM = (
 )
 
 
-def order(seat: Seat, worker: Callable[..., Any], page: int) -> bytes:
-    """What tells a fresh interpreter to run `worker` in the rank `seat`; `page` is the descriptor behind the board."""
-    return json.dumps({"path": sys.path, "seat": seat.to_json(), "worker": _name(worker), "page": page}).encode()
+def order(setup: RankSetup, worker: Callable[..., Any], page: int) -> bytes:
+    """What tells a fresh interpreter to run `worker` in the rank `setup`; `page` is the descriptor behind the board."""
+    return json.dumps({"path": sys.path, "setup": setup.to_json(), "worker": _name(worker), "page": page}).encode()
 
 
 def command(descriptor: int) -> list[str]:
@@ -73,8 +73,8 @@ def _find(worker: dict[str, Any]) -> Callable[..., Any]:
 def main(order: dict[str, Any]) -> None:
     from onecurve import faults
     from onecurve.launch.board import Board
-    from onecurve.launch.rank import Seat, run_rank
+    from onecurve.launch.rank import RankSetup, run_rank
 
-    seat = Seat(**order["seat"])
+    setup = RankSetup(**order["setup"])
     faults.arm_from_environment()
-    run_rank(seat, Board(seat.world, order["page"]), lambda: _find(order["worker"]))
+    run_rank(setup, Board(setup.world, order["page"]), lambda: _find(order["worker"]))

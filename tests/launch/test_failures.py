@@ -145,10 +145,10 @@ def test_death_before_the_worker_runs(tmp_path, monkeypatch):
 
     joined = rank_module._join
 
-    def dying(seat):
-        if seat.rank == 0:  # it serves the store: the others wait for it
+    def dying(setup):
+        if setup.rank == 0:  # it serves the store: the others wait for it
             os.kill(os.getpid(), signal.SIGKILL)
-        joined(seat)
+        joined(setup)
 
     monkeypatch.setattr(rank_module, "_join", dying)
     started = time.monotonic()

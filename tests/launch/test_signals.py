@@ -83,11 +83,11 @@ def test_a_second_signal_when_all_have_stopped_changes_nothing(tmp_path):
     def main():
         real = rank._leave_together
 
-        def slowly(seat, board, code):
-            if seat.rank == 1:
+        def slowly(setup, board, code):
+            if setup.rank == 1:
                 (tmp_path / "said").touch()
                 time.sleep(60)
-            return real(seat, board, code)
+            return real(setup, board, code)
 
         rank._leave_together = slowly
         run_ranks(late, 2, folder=tmp_path)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from onecurve.launch import process, spawned
-from onecurve.launch.blame import Ending
+from onecurve.launch.blame import RankExit
 from onecurve.launch.board import Board
 from onecurve.launch.context import RankContext
-from onecurve.launch.rank import FRAME, TORN_DOWN_EXIT, Seat, run_rank
+from onecurve.launch.rank import FRAME, TORN_DOWN_EXIT, RankSetup, run_rank
 
 Worker = Callable[[RankContext], Any]
 
@@ -41,7 +41,7 @@ class Member:
     received: bytearray = field(default_factory=bytearray)
     message: dict[str, Any] | None = None  # {"result": …} or {"error": …}
     open: bool = True
-    ending: Ending | None = None
+    exit: RankExit | None = None
     killed: bool = False
 
     def read(self) -> None:
@@ -78,16 +78,16 @@ class Member:
         return self.stacks.read().decode("utf-8", "replace").strip()
 
 
-class Crew:
+class RankProcesses:
     """All ranks of this host. Use as a context: at its end no process is left, whatever happened."""
 
     def __init__(
-        self, worker: Worker, world: int, folder: Path, *, start: str, lifeline: bool = False, **seat_values: Any
+        self, worker: Worker, world: int, folder: Path, *, start: str, lifeline: bool = False, **setup_values: Any
     ) -> None:
         self.worker, self.world, self.folder, self.spawn = worker, world, folder, start == "spawn"
-        self.seat_values = seat_values  # group, backend, timeout, threads
+        self.setup_values = setup_values  # group, backend, timeout, threads
         self.members: list[Member] = []
-        self.told_at = 0.0
+        self.terminated_at = 0.0
         self._selector = selectors.DefaultSelector()
         self._open = contextlib.ExitStack()  # closed at the end
         self._page = -1  # only a fresh interpreter needs a file behind the board
@@ -100,7 +100,7 @@ class Crew:
         self._lifeline = os.pipe() if lifeline or process.needs_lifeline() else None
 
     # --- start -----------------------------------------------------------------------------
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankProcesses:
         for stream in (sys.stdout, sys.stderr):  # else each rank would print what is still buffered here
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -124,7 +124,7 @@ class Crew:
     def _start(self, rank: int, listener: socket.socket) -> None:
         read_end, write_end = os.pipe()
         stacks = self._open.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
-        seat = Seat(
+        setup = RankSetup(
             rank=rank,
             world=self.world,
             folder=str(self.folder),
@@ -134,12 +134,12 @@ class Crew:
             lifeline=self._lifeline[0] if self._lifeline else None,
             listener=listener.fileno() if rank == 0 else None,
             port=listener.getsockname()[1],
-            **self.seat_values,
+            **self.setup_values,
         )
         order = -1
         if self.spawn:
             file = self._open.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
-            file.write(spawned.order(seat, self.worker, self._page))
+            file.write(spawned.order(setup, self.worker, self._page))
             file.seek(0)
             order = file.fileno()
         with warnings.catch_warnings():
@@ -148,14 +148,14 @@ class Crew:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._become(seat, listener, read_end, order)
+            self._become(setup, listener, read_end, order)
         os.close(write_end)
         os.set_blocking(read_end, False)
         member = Member(rank, pid, read_end, stacks)
         self.members.append(member)
         self._selector.register(read_end, selectors.EVENT_READ, member)
 
-    def _become(self, seat: Seat, listener: socket.socket, read_end: int, order: int) -> None:
+    def _become(self, setup: RankSetup, listener: socket.socket, read_end: int, order: int) -> None:
         """In the child; never returns. `order`: the file that a fresh interpreter reads, -1 where this one stays."""
         try:
             os.setsid()  # a group of its own: Ctrl-C reaches the parent alone, and the whole group can be ended
@@ -163,24 +163,24 @@ class Crew:
                 os.close(unwanted)
             if self._lifeline is not None:
                 os.close(self._lifeline[1])
-            if seat.rank != 0:
+            if setup.rank != 0:
                 listener.close()
             if order >= 0:
-                for descriptor in (seat.pipe, seat.stacks, seat.lifeline, seat.listener, self._page, order):
+                for descriptor in (setup.pipe, setup.stacks, setup.lifeline, setup.listener, self._page, order):
                     if descriptor is not None:
                         os.set_inheritable(descriptor, True)
-                environment = {**os.environ, "OMP_NUM_THREADS": str(seat.threads)}
+                environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads)}
                 os.execve(sys.executable, spawned.command(order), environment)
-            if seat.listener is not None:
+            if setup.listener is not None:
                 listener.detach()  # the store owns the descriptor
-            run_rank(seat, self.board, lambda: self.worker)
+            run_rank(setup, self.board, lambda: self.worker)
         finally:
             os._exit(1)
 
     # --- listen ------------------------------------------------------------------------------
     @property
     def running(self) -> list[Member]:
-        return [member for member in self.members if member.ending is None]
+        return [member for member in self.members if member.exit is None]
 
     def poll(self, seconds: float) -> None:
         """Wait up to `seconds` for news; read pipes, reap what has ended."""
@@ -205,8 +205,8 @@ class Crew:
             self._selector.unregister(member.pipe)
 
     def _conclude(self, member: Member, status: int | None, seen_ns: int) -> None:
-        torn_down = bool(self.told_at) and status == TORN_DOWN_EXIT
-        member.ending = Ending(
+        torn_down = bool(self.terminated_at) and status == TORN_DOWN_EXIT
+        member.exit = RankExit(
             rank=member.rank,
             record=member.record,
             status=status,
@@ -218,11 +218,11 @@ class Crew:
         )
 
     # --- end -----------------------------------------------------------------------------------
-    def tell(self) -> None:
-        """Tell the survivors to leave: marked on the board first, so that no rank takes it for preemption."""
-        if self.told_at:
+    def terminate(self) -> None:
+        """SIGTERM to the survivors: marked on the board first, so that no rank takes it for preemption."""
+        if self.terminated_at:
             return
-        self.told_at = time.monotonic()
+        self.terminated_at = time.monotonic()
         self.board.announce_teardown()
         for member in self.running:
             with contextlib.suppress(ProcessLookupError):
