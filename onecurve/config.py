@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from onecurve.config_rules import check
-from onecurve.config_text import apply_overrides, explain, read_toml, refuse, show, to_toml, without_secrets
+from onecurve.config_text import apply_overrides, explain, read_toml, refuse, show, to_toml
 from onecurve.errors import ConfigError
+from onecurve.urls import without_secrets
 
 CURVE_SECTIONS = ("model", "data", "train", "optimizer", "guard", "faults")
 RUN_SECTIONS = ("layout", "checkpoint", "observe", "limits")  # what a resumed run may change

@@ -11,7 +11,6 @@ import difflib
 import functools
 import json
 import operator
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from pydantic.fields import FieldInfo
 from onecurve.errors import ConfigError
 from onecurve.paths import read_bytes
 from onecurve.paths import show as show_path
+from onecurve.urls import without_secrets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,10 +31,6 @@ else:
 
 CONFIG_LIMIT = 1 << 20  # bytes
 FAULT_EXAMPLE = "{ step = 12, factor = 1000.0 }"
-_USER = re.compile(r"(?<=://)[^/?#]*@")
-_SECRET_VALUE = re.compile(
-    r"([?&;#][^=&;#]*(?:key|secret|token|password|passwd|signature|credential|\bsig)[^=&;#]*=)[^&;#]*", re.IGNORECASE
-)
 
 
 def refuse(name: str, value: Any, allowed: str, cure: str) -> NoReturn:
@@ -83,11 +79,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }" if value else "{}"
     return str(value)
-
-
-def without_secrets(url: str) -> str:
-    """The URL without its user part (`user:password@`) and without the values of key, secret or token parameters."""
-    return _SECRET_VALUE.sub(r"\1", _USER.sub("", url))
 
 
 def apply_overrides(tables: dict[str, Any], overrides: Iterable[str], config: type[BaseModel]) -> None:

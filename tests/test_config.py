@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from onecurve.config import Config, config_to_toml, curve_part, load_config, make_config, resume_config
-from onecurve.config_text import to_toml, without_secrets
+from onecurve.config_text import to_toml
 from onecurve.errors import ConfigError
+from onecurve.urls import without_secrets
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.toml"
 
@@ -245,6 +246,8 @@ def test_toml_of_plain_values_reads_back(value: object) -> None:
     [
         ("s3://key:secret@bucket/folder", "s3://bucket/folder"),
         ("https://token@host/x", "https://host/x"),
+        ("s3://key:se/cr@et@bucket/folder", "s3://bucket/folder"),
+        ("http://host:9000/plain@name", "http://host:9000/plain@name"),
         ("s3://b/f?access_key=AAA&region=eu&Secret=BBB&token=CCC", "s3://b/f?access_key=&region=eu&Secret=&token="),
         ("https://h/x?X-Amz-Signature=abc&sig=def", "https://h/x?X-Amz-Signature=&sig="),
         ("s3://bucket/plain@name", "s3://bucket/plain@name"),

@@ -15,6 +15,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ class Checkpointer:
         self._gathered = False
         self._protect: int | None = None
         self._task = Task()
-        self._notes: list[str] = []
+        self._notes: SimpleQueue[str] = SimpleQueue()  # filled behind the training
 
     @property
     def in_flight(self) -> int | None:
@@ -139,7 +140,7 @@ class Checkpointer:
 
     def take_notes(self) -> list[str]:
         """Rank 0: what should be said and is no reason to stop (a removal or a mirror copy that failed), once each."""
-        notes, self._notes = self._notes, []
+        notes = [self._notes.get() for _ in range(self._notes.qsize())]
         return notes + (self.mirror.take_notes() if self.mirror is not None else [])
 
     def _advance(self) -> list[Manifest]:
@@ -161,6 +162,9 @@ class Checkpointer:
         if self.mirror is not None:
             self.mirror.submit(self.folder / step_name(manifest.step))
             spare = self.mirror.waiting
-        retain = partial(apply_retention, self.folder, manifest, self.keep, protect=self._protect, spare=spare)
+        retain = partial(
+            apply_retention, self.folder, manifest, self.keep, protect=self._protect, spare=spare, fence=self.fence
+        )
         notes, error = attempt(retain, partial(save_error, 0, f"can't remove old checkpoints in {self.folder}"))
-        self._notes += [str(error)] if notes is None else notes
+        for note in [str(error)] if notes is None else notes:
+            self._notes.put(note)

@@ -24,17 +24,11 @@ from onecurve.checkpoint.patience import Count, silent
 from onecurve.checkpoint.policy import Candidate, to_remove
 from onecurve.checkpoint.read import check_folder, parse_checked, read_manifest
 from onecurve.checkpoint.shard import layouts
+from onecurve.urls import without_secrets
 
 _STEP = re.compile(r"step-\d{8}", re.ASCII)
 _BLOCK = 1 << 22
 ATTEMPTS = 3
-
-
-def without_secrets(url: str) -> str:
-    """`url` as it may be shown and stored: user, password and query are cut out."""
-    head, mark, rest = url.partition("://")
-    rest = re.sub(r"^[^/@]*@", "", rest.partition("?")[0]) if mark else rest
-    return f"{head}{mark}{rest}"
 
 
 class Remote:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from onecurve.checkpoint.agree import attempt
 from onecurve.checkpoint.errors import CheckpointError, save_error
+from onecurve.checkpoint.lock import Fence
 from onecurve.checkpoint.manifest import Manifest
 from onecurve.checkpoint.read import check_folder, read_manifest
 from onecurve.checkpoint.store import list_steps, remove_checkpoint
@@ -55,12 +56,25 @@ def to_remove(found: Sequence[Candidate], current: int, keep: int, protect: int 
 
 
 def apply_retention(
-    folder: Path, current: Manifest, keep: int, *, protect: int | None = None, spare: Collection[int] = ()
+    folder: Path,
+    current: Manifest,
+    keep: int,
+    *,
+    protect: int | None = None,
+    spare: Collection[int] = (),
+    fence: Fence | None = None,
 ) -> list[str]:
     """Remove what `to_remove` says and `spare` does not hold, in one process; what went wrong, one line each.
 
     A folder that can't be read as a checkpoint of `current`'s curve is not ours: it is neither counted nor touched.
+    Neither is any, once another run has the folder (`fence`).
     """
+
+    def remove(path: Path) -> None:
+        if fence is not None:
+            fence.check()
+        remove_checkpoint(path)
+
     found, notes = [], []
     for step, path in list_steps(folder):
         try:
@@ -72,6 +86,6 @@ def apply_retention(
     for step in to_remove(found, current.step, keep, protect):
         if step not in spare:
             doing = f"can't remove the old checkpoint {paths[step]}"
-            _, error = attempt(partial(remove_checkpoint, paths[step]), partial(save_error, 0, doing))
+            _, error = attempt(partial(remove, paths[step]), partial(save_error, 0, doing))
             notes += [str(error)] if error else []
     return notes

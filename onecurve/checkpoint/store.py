@@ -16,6 +16,7 @@
 A reader needs no lock: a name step-NNNNNNNN always is a whole folder.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -88,7 +89,8 @@ def commit(folder: Path, temp: Path, step: int, manifest: bytes, fence: Fence | 
         raise
     sync_folder(folder)
     if old is not None:
-        _delete(old)
+        with contextlib.suppress(OSError):  # the new one is in place; the next run cleans up what is left of the old
+            _delete(old)
     return final
 
 

@@ -136,27 +136,27 @@ class RankProcesses:
             port=listener.getsockname()[1],
             **self.setup_values,
         )
-        order = -1
+        start = -1
         if self.spawn:
             file = self._open.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
-            file.write(spawned.order(setup, self.worker, self._page))
+            file.write(spawned.start_file(setup, self.worker, self._page))
             file.seek(0)
-            order = file.fileno()
+            start = file.fileno()
         with warnings.catch_warnings():
             # Python ≥ 3.12 warns when other threads exist; ranks use none of the parent's locks but torch's own, which
             # are free while the parent is here.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._become(setup, listener, read_end, order)
+            self._become(setup, listener, read_end, start)
         os.close(write_end)
         os.set_blocking(read_end, False)
         member = Member(rank, pid, read_end, stacks)
         self.members.append(member)
         self._selector.register(read_end, selectors.EVENT_READ, member)
 
-    def _become(self, setup: RankSetup, listener: socket.socket, read_end: int, order: int) -> None:
-        """In the child; never returns. `order`: the file that a fresh interpreter reads, -1 where this one stays."""
+    def _become(self, setup: RankSetup, listener: socket.socket, read_end: int, start: int) -> None:
+        """In the child; never returns. `start`: the file that a fresh interpreter reads, -1 where this one stays."""
         try:
             os.setsid()  # a group of its own: Ctrl-C reaches the parent alone, and the whole group can be ended
             for unwanted in [read_end, *(member.pipe for member in self.members)]:
@@ -165,12 +165,12 @@ class RankProcesses:
                 os.close(self._lifeline[1])
             if setup.rank != 0:
                 listener.close()
-            if order >= 0:
-                for descriptor in (setup.pipe, setup.stacks, setup.lifeline, setup.listener, self._page, order):
+            if start >= 0:
+                for descriptor in (setup.pipe, setup.stacks, setup.lifeline, setup.listener, self._page, start):
                     if descriptor is not None:
                         os.set_inheritable(descriptor, True)
                 environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads)}
-                os.execve(sys.executable, spawned.command(order), environment)
+                os.execve(sys.executable, spawned.command(start), environment)
             if setup.listener is not None:
                 listener.detach()  # the store owns the descriptor
             run_rank(setup, self.board, lambda: self.worker)

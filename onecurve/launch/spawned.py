@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from onecurve.launch.rank import RankSetup
 
 PROGRAM = (
-    "import json, sys; order = json.load(open(int(sys.argv[1]))); sys.path[:] = order['path'];"
-    "from onecurve.launch.spawned import main; main(order)"
+    "import json, sys; start = json.load(open(int(sys.argv[1]))); sys.path[:] = start['path'];"
+    "from onecurve.launch.spawned import main; main(start)"
 )
 
 
-def order(setup: RankSetup, worker: Callable[..., Any], page: int) -> bytes:
+def start_file(setup: RankSetup, worker: Callable[..., Any], page: int) -> bytes:
     """What tells a fresh interpreter to run `worker` in the rank `setup`; `page` is the descriptor behind the board."""
     return json.dumps({"path": sys.path, "setup": setup.to_json(), "worker": _name(worker), "page": page}).encode()
 
 
 def command(descriptor: int) -> list[str]:
-    """The command line of a rank whose order is in the open file `descriptor`: everybody may read a command line, and a
+    """The command line of a rank whose start file is open as `descriptor`: everybody may read a command line, and a
     worker's arguments may hold a mirror's password."""
     return [sys.executable, "-c", PROGRAM, str(descriptor)]
 
@@ -70,11 +70,11 @@ def _find(worker: dict[str, Any]) -> Callable[..., Any]:
     return functools.partial(found, *worker["args"], **worker["kwargs"])
 
 
-def main(order: dict[str, Any]) -> None:
+def main(start: dict[str, Any]) -> None:
     from onecurve import faults
     from onecurve.launch.board import Board
     from onecurve.launch.rank import RankSetup, run_rank
 
-    setup = RankSetup(**order["setup"])
+    setup = RankSetup(**start["setup"])
     faults.arm_from_environment()
-    run_rank(setup, Board(setup.world, order["page"]), lambda: _find(order["worker"]))
+    run_rank(setup, Board(setup.world, start["page"]), lambda: _find(start["worker"]))

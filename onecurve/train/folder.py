@@ -30,27 +30,28 @@ from onecurve.paths import read_bytes, show
 from onecurve.report.console import printable, say_on
 from onecurve.report.plan import parameters
 from onecurve.train.corpora import check_corpora
-from onecurve.train.order import Order
 from onecurve.train.parts import new_loader
 from onecurve.train.plan import Plan
 from onecurve.train.preflight import preflight
 from onecurve.train.records import replace_text, write_json
+from onecurve.train.request import Request
 
 RECORD_LIMIT = 1 << 20  # bytes of a run.json
 
 
-def locate(order: Order, *, full_check: bool) -> Plan:
-    """The plan of a new run of this order, without a fence: folder, curve and parent. `full_check` reads the corpus."""
-    check_corpora(order.config)
-    loader = new_loader(order.config, full_check=full_check)
-    known = order.resume and order.run is not None and (order.run / "run.json").exists()  # its own record counts
-    parent, digest = find_parent(order.config, order.from_) if order.from_ and not known else (None, "")
-    identity = curve_id(order.config, loader.fingerprint, digest or None)
-    folder = order.run or Path("runs") / f"{order.source.stem}-{identity[:8]}"
-    return Plan(order.config, folder, identity, None, order.resume, parent, digest)
+def locate(request: Request, *, full_check: bool) -> Plan:
+    """The plan of a new run of this request, without a fence: folder, curve and parent. `full_check` reads the whole
+    corpus."""
+    check_corpora(request.config)
+    loader = new_loader(request.config, full_check=full_check)
+    known = request.resume and request.run is not None and (request.run / "run.json").exists()  # its own record counts
+    parent, digest = find_parent(request.config, request.from_) if request.from_ and not known else (None, "")
+    identity = curve_id(request.config, loader.fingerprint, digest or None)
+    folder = request.run or Path("runs") / f"{request.source.stem}-{identity[:8]}"
+    return Plan(request.config, folder, identity, None, request.resume, parent, digest)
 
 
-def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
+def prepare(request: Request, plan: Plan, *, ranks_here: int) -> Plan | None:
     """Make the locked folder ready for the ranks, `ranks_here` of them on this host. None: the run is finished.
 
     Raises InputError, in one line, for what can be known before step 1.
@@ -60,7 +61,7 @@ def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
     if not plan.resume and (begun or list_steps(folder / "checkpoints")):
         raise InputError(f"{folder} holds a run already; go on with it by --resume, or give another --run")
     if begun:
-        plan, notes = resumed(plan, order.overrides)
+        plan, notes = resumed(plan, request.overrides)
     refuse_strangers(plan)
     notes = [*clean_leftovers(folder / "checkpoints"), *notes]
     steps = plan.config.train.steps

@@ -35,10 +35,10 @@ class Vote(IntFlag):
     WRITING = 4  # a save is still being written here: its commit must wait
 
 
-def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None = None) -> dict[str, Any]:
-    """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON; `watch` is shown the session
+def train_rank(plan_json: dict[str, Any], context: RankContext, watch: Watch | None = None) -> dict[str, Any]:
+    """One rank of a run, from where it stands to its last step. `plan_json`: a `Plan`; `watch` is shown the session
     and the row of each step, on every rank. Raises Stopped where it was asked to stop."""
-    session = open_session(Plan.from_json(order), context)
+    session = open_session(Plan.from_json(plan_json), context)
     make_up_for_evaluation(session)
     while session.step < session.plan.last_step:
         began = time.perf_counter()

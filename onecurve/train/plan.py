@@ -52,13 +52,13 @@ class Plan:
         }
 
     @classmethod
-    def from_json(cls, order: dict[str, Any]) -> "Plan":
-        fence, parent = order["fence"], order["parent"]
+    def from_json(cls, plan_json: dict[str, Any]) -> "Plan":
+        fence, parent = plan_json["fence"], plan_json["parent"]
         return cls(
-            **order
+            **plan_json
             | {
-                "config": make_config(order["config"]),
-                "folder": Path(order["folder"]),
+                "config": make_config(plan_json["config"]),
+                "folder": Path(plan_json["folder"]),
                 "fence": Fence(Path(fence[0]), fence[1]) if fence else None,
                 "parent": Path(parent) if parent else None,
             }

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from onecurve.checkpoint.mirror import without_secrets
 from onecurve.config import Config
 from onecurve.errors import InputError
 from onecurve.model import token_loss
@@ -20,6 +19,7 @@ from onecurve.report.console import human_bytes
 from onecurve.report.plan import parameters, rank_costs
 from onecurve.train.parts import new_held_out, new_loader, new_model
 from onecurve.train.plan import Plan
+from onecurve.urls import without_secrets
 
 BYTES_PER_ELEMENT = 12  # of a checkpoint: fp32 master and two moments
 

@@ -25,9 +25,9 @@ from onecurve.parallel.transports import PointToPoint, share_any
 from onecurve.report.console import Progress
 from onecurve.train.folder import leaving_nothing, locate, newest_step, prepare, say
 from onecurve.train.loop import train_rank
-from onecurve.train.order import Order
 from onecurve.train.plan import Plan
 from onecurve.train.records import log_event
+from onecurve.train.request import Request
 
 
 def train(
@@ -48,14 +48,14 @@ def train(
 
     Raises InputError, RunFailed (with the first rank's real error) and Stopped (its state is saved).
     """
-    order = Order(config, run, resume, from_, restarts, source, tuple(overrides))
+    request = Request(config, run, resume, from_, restarts, source, tuple(overrides))
     if under_torchrun():
-        return train_under_torchrun(order)
-    plan = locate(order, full_check=True)
+        return train_under_torchrun(request)
+    plan = locate(request, full_check=True)
     with leaving_nothing(plan.folder) as fence:
-        ready = prepare(order, replace(plan, fence=fence), ranks_here=config.layout.dp)
+        ready = prepare(request, replace(plan, fence=fence), ranks_here=config.layout.dp)
         if ready is not None:
-            with ending(order, ready):
+            with ending(request, ready):
                 with_restarts(
                     partial(run_once, ready),
                     restarts,
@@ -103,55 +103,55 @@ def restarted(folder: Path, budget: int, attempt: int, error: RunFailed) -> None
 
 
 @contextlib.contextmanager
-def ending(order: Order, plan: Plan) -> Iterator[None]:
+def ending(request: Request, plan: Plan) -> Iterator[None]:
     """Record a stop or an error of the run, and tell how to go on."""
     try:
         yield
     except Stopped as stop:
         log_event(plan.folder, "signal", newest_step(plan.folder), text=str(stop))
-        raise Stopped(f"{stop}; resume with: {order.again(plan.folder)}") from None
+        raise Stopped(f"{stop}; resume with: {request.again(plan.folder)}") from None
     except OnecurveError as error:
         newest = newest_step(plan.folder)
         log_event(plan.folder, "error", newest, text=str(error).splitlines()[0])
         if error.exit_code == RunFailed.exit_code:
             there = f"the newest checkpoint is that of step {newest}" if newest else "there is no checkpoint yet"
-            error.args = (f"{error}\n{there}; resume with: {order.again(plan.folder)}",)
+            error.args = (f"{error}\n{there}; resume with: {request.again(plan.folder)}",)
         raise
 
 
-def train_under_torchrun(order: Order) -> int:
+def train_under_torchrun(request: Request) -> int:
     """This rank of a run that torchrun started. Rank 0 holds the lock and prepares; all leave with the same plan or the
     same error, and it alone prints what concerns all. torchrun's restarts resume."""
     leader = os.environ["RANK"] == "0"
-    if order.restarts:
+    if request.restarts:
         raise InputError("--restarts: under torchrun its own --max-restarts does the same; leave --restarts out")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        order = replace(order, resume=True)
-    plan = locate(order, full_check=leader)
+        request = replace(request, resume=True)
+    plan = locate(request, full_check=leader)
     told: dict[str, Any] = {}
     with contextlib.ExitStack() as held:
         refusal = None
         if leader:
             try:
                 fence = held.enter_context(leaving_nothing(plan.folder))
-                told = prepared_by_leader(order, replace(plan, fence=fence))
+                told = prepared_by_leader(request, replace(plan, fence=fence))
             except OnecurveError as error:
                 refusal, told = error, {"exit_code": error.exit_code}
-        limits, threads = order.config.limits, order.config.numerics.threads
+        limits, threads = request.config.limits, request.config.numerics.threads
         with context_from_torchrun(plan.folder, stall_seconds=limits.stall_seconds, threads=threads) as context:
             over = PointToPoint(context.rank, context.world)
             told = json.loads(share_any(json.dumps(told).encode(), over.share)[0])
             if "plan" in told:
                 plan = Plan.from_json(told["plan"])
                 torch.set_num_threads(plan.config.numerics.threads)  # a resumed run keeps its own
-                with ending(order, plan) if leader else quiet_stop():
+                with ending(request, plan) if leader else quiet_stop():
                     train_rank(told["plan"], context)
         if refusal is not None:
             raise refusal
     return int(told.get("exit_code", 0))
 
 
-def prepared_by_leader(order: Order, plan: Plan) -> dict[str, Any]:
+def prepared_by_leader(request: Request, plan: Plan) -> dict[str, Any]:
     clear_records(plan.folder)
     here, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     if plan.config.layout.dp != world:
@@ -159,7 +159,7 @@ def prepared_by_leader(order: Order, plan: Plan) -> dict[str, Any]:
         raise InputError(
             f"layout.dp = {ranks}, but torchrun started {world} ranks; start {ranks}, or --set layout.dp={world}"
         )
-    ready = prepare(order, plan, ranks_here=here)
+    ready = prepare(request, plan, ranks_here=here)
     return {"plan": ready.to_json()} if ready is not None else {}
 
 

@@ -234,14 +234,14 @@ class _Runner:
             tables["numerics"] |= find(self._control).numerics
         config = make_config(tables)
         plan = Plan(config, folder, self._identity, None, resume, through=last_step(config), quiet=True)
-        order = {
+        leg_json = {
             "plan": plan.to_json(),
             "kill": leg.kill.fault if leg.kill else None,
             "control": self._control,
             "reference": keep,
         }
         run_ranks(
-            partial(verify_rank, order),
+            partial(verify_rank, leg_json),
             config.layout.dp,
             folder=folder,
             stall_seconds=min(config.limits.stall_seconds, STALL_SECONDS),

@@ -14,20 +14,20 @@ from onecurve.verify.controls import break_clause
 LINES = "verify.jsonl"  # in the run folder; a kill leaves what was written, and the resumed run appends
 
 
-def verify_rank(order: dict[str, Any], context: RankContext) -> None:
-    """Train one leg. `order`: the `plan` as JSON; `kill`, a fault to arm, or None; `control` and `reference`, see
+def verify_rank(leg_json: dict[str, Any], context: RankContext) -> None:
+    """Train one leg. `leg_json`: the `plan` as JSON; `kill`, a fault to arm, or None; `control` and `reference`, see
     `break_clause`."""
-    if order["control"]:
-        break_clause(order["control"], context.rank, keep=order["reference"])
-    if order["kill"]:
-        faults.arm([order["kill"]])
+    if leg_json["control"]:
+        break_clause(leg_json["control"], context.rank, keep=leg_json["reference"])
+    if leg_json["kill"]:
+        faults.arm([leg_json["kill"]])
 
     def watch(session: Session, row: dict[str, Any]) -> None:
         digests = tensor_digests(session.optimizer)
         if session.leader:
             write_line(session.plan.folder / LINES, row, digests)
 
-    train_rank(order["plan"], context, watch)
+    train_rank(leg_json["plan"], context, watch)
 
 
 def write_line(path: Path, row: dict[str, Any], digests: dict[tuple[str, str, int], bytes]) -> None:

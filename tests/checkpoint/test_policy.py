@@ -5,6 +5,7 @@ import random
 import pytest
 
 from onecurve.checkpoint import latest_checkpoint, read_manifest, save_checkpoint
+from onecurve.checkpoint.lock import Fence
 from onecurve.checkpoint.policy import Candidate, apply_retention, due_by_clock, due_by_step, to_remove
 from onecurve.errors import InputError
 from tests.checkpoint.fakes import all_good, make, on_ranks
@@ -84,6 +85,19 @@ def test_retention_touches_only_what_it_can_read_as_its_own(tmp_path):
     assert apply_retention(tmp_path, read_manifest(tmp_path / "step-00000006"), 2) == []
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"step-3", "best", *(f"step-{n:08d}" for n in (0, 1, 2, 5, 6))}
+
+
+def test_a_run_that_lost_its_folder_removes_nothing_there(tmp_path):
+    """It was stopped between its commit and this, and another run, which may keep more, has the folder now."""
+    for step in range(1, 5):
+        save(tmp_path, world=1, step=step)
+    fence = Fence(tmp_path / "run.fence", "ours")
+    fence.path.write_text('{"token": "another", "pid": 1, "host": "h"}')
+    notes = apply_retention(tmp_path, read_manifest(tmp_path / "step-00000004"), 2, fence=fence)
+    assert len(notes) == 2 and all("taken over" in note for note in notes)
+    fence.path.write_text('{"token": "ours", "pid": 1, "host": "h"}')
+    assert apply_retention(tmp_path, read_manifest(tmp_path / "step-00000004"), 2, fence=fence) == []
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
 
 
 def test_a_removal_that_fails_is_told_and_the_rest_goes_on(tmp_path):

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onecurve.config import Config
-from onecurve.config_text import without_secrets
 from onecurve.launch.torchrun import under_torchrun
+from onecurve.urls import without_secrets
 
 
 @dataclass(frozen=True)
-class Order:
+class Request:
     """See `onecurve.train.run.train`. `source`: the config's file, as it was named."""
 
     config: Config
