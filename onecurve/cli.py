@@ -1,25 +1,20 @@
-"""The commands. Results go to stdout, everything else to stderr; `main` turns every error into its exit code.
+"""The commands. Results go to stdout, everything else to stderr; `run_command` turns every error into its exit code.
 
 torch, pydantic and rich are imported inside the commands that need them, so that `--help` comes at once.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import signal
 import sys
-import threading
-import traceback
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
 from onecurve import __version__
-from onecurve.errors import CheckFailed, InputError, OnecurveError
-from onecurve.report.console import printable, say_on
+from onecurve.errors import CheckFailed, InputError
+from onecurve.exits import complain, run_command
+from onecurve.paths import FILE, FOLDER, need, need_place
 
 app = typer.Typer(
     name="onecurve",
@@ -29,10 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Some versions of typer carry click inside, others use the package: ClickException is reached through typer's own name.
-USAGE_ERRORS = cast(tuple[type[Exception], ...], (typer.BadParameter.__mro__[2],))
-BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell shows for any program whose reader went away
-
 ConfigArg = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")]
 RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override; repeatable.")]
@@ -60,7 +51,11 @@ def demo(
     ] = None,
 ) -> int:
     """Train on 4 ranks, prove four invariants, resume byte for byte."""
-    return _capstone().main(run)
+    from onecurve.capstone import load_capstone
+
+    if run is not None:
+        need_place(run, FOLDER, "--run", "name a folder, new or not")
+    return load_capstone().main(run)
 
 
 @app.command()
@@ -90,8 +85,11 @@ def plan(config: ConfigArg, set_: SetOption = []) -> int:  # noqa: B006
     """Show mesh, memory per rank, traffic and disk; starts no process."""
     from onecurve.config import load_config
     from onecurve.report.plan import plan_lines
+    from onecurve.train.corpora import check_corpora
 
-    _print(plan_lines(load_config(config, set_)))
+    loaded = load_config(config, set_)
+    check_corpora(loaded)
+    _print(plan_lines(loaded))
     return 0
 
 
@@ -100,15 +98,15 @@ def verify(
     config: ConfigArg,
     set_: SetOption = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="A few combinations instead of all.")] = False,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the proof goes.")] = Path("verify.json"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The proof.")] = Path("verify.json"),
 ) -> int:
     """Prove on this config that every layout gives the same bits."""
     from onecurve.config import load_config
     from onecurve.report.console import Stages
 
     loaded = load_config(config, set_)
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: no such folder {out.parent}; make it, or give another file")
+    need_place(out, FILE, "--out", "give another file")
+    need(out.parent, FOLDER, f"--out {out}: its folder", "make it, or give another file")
     from onecurve.train.records import write_json
     from onecurve.verify import controls, prove
 
@@ -168,7 +166,7 @@ def prepare(
             val_fraction=val_fraction, progress=progress.update,
         )  # fmt: skip
     for note in made.notes:
-        _complain(note)
+        complain(note)
     _print(prepared_lines(made))
     return 0
 
@@ -186,7 +184,7 @@ def sample(
     from onecurve.sample import sample as sample_run
 
     pieces = sample_run(
-        run, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, say=_complain
+        run, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, say=complain
     )
     for piece in pieces:
         sys.stdout.write(piece)
@@ -210,88 +208,17 @@ def export(
     from onecurve.export import export_run
     from onecurve.report.export import exported_lines
 
-    _print(exported_lines(export_run(run, out, form=form, say=_complain)))
+    _print(exported_lines(export_run(run, out, form=form, say=complain)))
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 done, 1 a check failed, 2 bad input, 3 the run failed, 75 stopped on request."""
-    # Closed by whoever started us, as daemons do: what is written then goes nowhere, and is no failure.
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PTH123
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without our characters is no failure
-    if threading.current_thread() is not threading.main_thread():
-        return _run(arguments)
-    before = signal.signal(signal.SIGTERM, _interrupt)  # where no ranks run there is nothing to save
-    try:
-        return _run(arguments)
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
-
-def _run(arguments: list[str] | None) -> int:
-    try:
-        # not click's own main(): it answers a broken pipe with 1 and an interrupt with 130
-        command = typer.main.get_command(app)
-        with command.make_context("onecurve", list(sys.argv[1:] if arguments is None else arguments)) as context:
-            code = command.invoke(context)
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except typer.Exit as done:
-        sys.stdout.flush()
-        return done.exit_code
-    except BrokenPipeError:
-        # the interpreter flushes stdout once more as it ends; give it somewhere to write to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except OnecurveError as error:
-        text = str(error)
-        _complain(printable(text.strip()) if error.exit_code == InputError.exit_code else text)
-        return error.exit_code
-    except USAGE_ERRORS as error:
-        place: Any = getattr(error, "ctx", None)
-        path = place.command_path if place is not None else "onecurve"
-        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        _complain(printable(f"{message}. See {path} --help."))
-        return InputError.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        _complain("interrupted")
-        return 75
-    except Exception:
-        # a mistake of ours, and not exit code 1: that one says that a check was made and failed
-        traceback.print_exc()
-        return 3
-
-
-def _interrupt(_signum: int, _frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _capstone() -> ModuleType:
-    """`code/main.py` as a module: beside the package in a source checkout, inside it once installed (see setup.py)."""
-    package = Path(__file__).parent
-    places = [package / "_capstone" / "main.py", package.parent / "code" / "main.py"]
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        raise InputError(
-            f"the demo's program is missing: looked for {' and '.join(map(str, places))}; install onecurve again"
-        )
-    spec = importlib.util.spec_from_file_location("onecurve_capstone", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling by spawn look it up by name
-    spec.loader.exec_module(module)
-    return module
+    return run_command(app, arguments)
 
 
 def _print(lines: list[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _complain(text: str) -> None:
-    say_on(sys.stderr, f"onecurve: {text}")
 
 
 if __name__ == "__main__":

@@ -15,26 +15,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from onecurve.config_rules import check
 from onecurve.config_text import apply_overrides, explain, read_toml, refuse, show, to_toml, without_secrets
 from onecurve.errors import ConfigError
 
 CURVE_SECTIONS = ("model", "data", "train", "optimizer", "guard", "faults")
 RUN_SECTIONS = ("layout", "checkpoint", "observe", "limits")  # what a resumed run may change
-
-# Values that the interface knows and this version can't run yet: (key, is it one of those?, feature).
-# Lifting a refusal is removing its row.
-NOT_BUILT: list[tuple[str, Any, str]] = [
-    ("model.slices", lambda value: value > 1, "the tensor grid"),
-    ("train.dtype", lambda value: value == "bfloat16", "bfloat16 working weights"),
-    ("layout.tp", lambda value: value > 1, "tensor parallelism"),
-    ("layout.pp", lambda value: value > 1, "pipeline parallelism"),
-    ("layout.schedule", lambda value: value != "1f1b", "pipeline schedules other than 1f1b"),
-    ("layout.recompute", lambda value: value, "recomputing activations"),
-    ("observe.tensorboard", lambda value: value, "TensorBoard output"),
-    ("numerics.device", lambda value: value == "cuda", "training on GPUs"),
-]
-
-MICRO_BATCH_TOKENS = 1 << 24  # of one micro-batch
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CountOrOff = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -59,7 +45,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The GPT."""
 
-    layers: Count = 2  # transformer blocks
+    layers: Annotated[int, Field(ge=1, le=1024)] = 2  # transformer blocks
     width: Count = 32  # embedding dimension
     heads: Count = 4  # attention heads; divides width
     vocab: Annotated[int, Field(ge=2, le=2**31 - 1)] = 64  # token ids 0 … vocab - 1
@@ -80,7 +66,7 @@ class TrainConfig(Section):
 
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 41  # of weights, data order and dropout
     steps: Count = 20  # optimizer updates in all
-    leaves: Count = 4  # the most data-parallel ranks this curve can use
+    leaves: Annotated[int, Field(ge=1, le=65_536)] = 4  # the most data-parallel ranks this curve can use
     accumulate: Count = 1  # micro-batches per leaf
     micro_batch: Count = 4  # sequences per micro-batch
     dtype: Literal["float32", "bfloat16"] = "float32"  # of working weights; the master stays fp32
@@ -184,66 +170,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         # ConfigError is no ValueError, so pydantic lets it through as it is.
-        for name, is_missing, feature in NOT_BUILT:
-            section, key = name.split(".")
-            value = getattr(getattr(self, section), key)
-            if is_missing(value):
-                default = type(getattr(self, section)).model_fields[key].default
-                refuse(name, value, f"not built yet ({feature})", f"leave it at {show(default)}")
-        self._check_model()
-        self._check_batch()
-        self._check_schedule()
-        self._check_layout()
+        check(self)
         return self
-
-    def _check_model(self) -> None:
-        model = self.model
-        if model.width % model.heads:
-            heads = ", ".join(str(n) for n in range(1, model.width + 1) if model.width % n == 0)
-            below = model.width // model.heads * model.heads
-            widths = f"{below} or {below + model.heads}" if below else str(model.heads)
-            allowed = f"it must divide model.width = {model.width}"
-            refuse("model.heads", model.heads, allowed, f"heads that work: {heads}; or take width {widths}")
-        if model.slices & (model.slices - 1):
-            below = 1 << (model.slices.bit_length() - 1)
-            refuse("model.slices", model.slices, "it must be a power of two", f"take {below} or {2 * below}")
-        if model.heads % model.slices:
-            good = ", ".join(str(1 << n) for n in range(31) if model.heads % (1 << n) == 0)
-            refuse(
-                "model.slices", model.slices, f"it must divide model.heads = {model.heads}", f"slices that work: {good}"
-            )
-
-    def _check_batch(self) -> None:
-        context, rows = self.model.context, self.train.micro_batch
-        if rows * context > MICRO_BATCH_TOKENS:
-            allowed = f"micro_batch x model.context must be at most {MICRO_BATCH_TOKENS} tokens: it is computed at once"
-            cure = f"take at most {max(MICRO_BATCH_TOKENS // context, 1)} and more leaves or accumulate"
-            refuse("train.micro_batch", rows, allowed, cure)
-
-    def _check_schedule(self) -> None:
-        rates, steps, fault = self.optimizer, self.train.steps, self.faults.lr_multiplier
-        if rates.warmup_steps > steps:
-            allowed = f"it must be at most train.steps = {steps}"
-            refuse("optimizer.warmup_steps", rates.warmup_steps, allowed, "warm up for fewer steps, or train more")
-        if rates.decay != "constant" and rates.min_lr > rates.lr:
-            allowed = f"it must be at most optimizer.lr = {rates.lr}"
-            refuse("optimizer.min_lr", rates.min_lr, allowed, "the rate decays from lr to min_lr; lower min_lr")
-        if 0 < self.guard.spike_factor <= 1:
-            allowed = "it must be 0 (off) or more than 1"
-            refuse("guard.spike_factor", self.guard.spike_factor, allowed, "take 2.0: a loss twice the last is a spike")
-        if fault is not None and fault.step > steps:
-            allowed = f"it must be at most train.steps = {steps}"
-            refuse("faults.lr_multiplier.step", fault.step, allowed, "it would never fire; take an earlier step")
-
-    def _check_layout(self) -> None:
-        layout, slices, leaves = self.layout, self.model.slices, self.train.leaves
-        if layout.dp > leaves:
-            allowed = f"it must be at most train.leaves = {leaves}, a rank without a leaf has no work"
-            cure = f"set layout.dp to {leaves} or less, or train.leaves to {layout.dp} or more (another curve)"
-            refuse("layout.dp", layout.dp, allowed, cure)
-        if slices % layout.tp:
-            good = ", ".join(str(1 << n) for n in range(slices.bit_length()))
-            refuse("layout.tp", layout.tp, f"it must divide model.slices = {slices}", f"tp that works: {good}")
 
 
 def make_config(tables: Mapping[str, Any]) -> Config:
@@ -254,7 +182,7 @@ def make_config(tables: Mapping[str, Any]) -> Config:
         errors = sorted(
             error.errors(), key=lambda item: item["type"] != "extra_forbidden"
         )  # a misspelt key explains the rest
-        raise ConfigError(explain(errors[0], Config)) from None
+        raise ConfigError(explain(errors[0], Config, tables)) from None
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:

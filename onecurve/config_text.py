@@ -8,7 +8,9 @@ imports it, not the other way round.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
+import operator
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,12 +21,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from onecurve.errors import ConfigError
+from onecurve.paths import read_bytes
+from onecurve.paths import show as show_path
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+CONFIG_LIMIT = 1 << 20  # bytes
 FAULT_EXAMPLE = "{ step = 12, factor = 1000.0 }"
 _USER = re.compile(r"(?<=://)[^/?#]*@")
 _SECRET_VALUE = re.compile(
@@ -45,22 +50,17 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, cure: str = "give a TOML file such as configs/demo.toml") -> dict[str, Any]:
     """The tables of a TOML file; a byte-order mark and CRLF are fine. ConfigError for whatever is no such file."""
+    content = read_bytes(path, "config", cure, CONFIG_LIMIT, ConfigError)
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"config {path}: no such file; give a TOML file such as configs/demo.toml") from None
-    except IsADirectoryError:
-        raise ConfigError(f"config {path}: is a folder; give the path of a TOML file in it") from None
-    except OSError as error:
-        raise ConfigError(f"config {path}: can't be read ({error.strerror}); check its path and permissions") from None
+        tables = tomllib.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config {path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+        raise ConfigError(f"config {show_path(path)}: byte {error.start} is not UTF-8; {cure}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"config {path}: not valid TOML: {error}; compare it with configs/demo.toml") from None
+        raise ConfigError(f"config {show_path(path)}: not valid TOML: {error}; {cure}") from None
     if not tables:
-        raise ConfigError(f"config {path}: is empty; it needs at least one section, see configs/demo.toml")
+        raise ConfigError(f"config {show_path(path)}: is empty; {cure}")
     return tables
 
 
@@ -96,16 +96,24 @@ def apply_overrides(tables: dict[str, Any], overrides: Iterable[str], config: ty
         name, equals, raw = text.partition("=")
         keys = [key.strip() for key in name.split(".")]
         if not equals or len(keys) < 2 or not all(keys):
-            near = nearest(name.strip(), config)
-            raise ConfigError(
-                f"--set {without_secrets(text)}: write it as section.key=value; the nearest known key is {near}"
-            )
+            raise ConfigError(f"--set {without_secrets(text)}: write it as section.key=value; {_hint(keys, config)}")
         table = tables
         for depth, key in enumerate(keys[:-1], 1):
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"--set {name}: {'.'.join(keys[:depth])} is a value, not a table; set it as a whole")
         table[keys[-1]] = _parse(raw.strip(), _field(keys, config))
+
+
+def _hint(keys: list[str], config: type[BaseModel]) -> str:
+    """What an override may have meant that names no section and key, or gives no value."""
+    section = config.model_fields.get(keys[0])
+    if section is not None and not any(keys[1:]):
+        return f"the keys of {keys[0]} are {', '.join(_table_type(section).model_fields)}"
+    name = ".".join(key for key in keys if key)
+    if _field(name.split("."), config) is not None:
+        return f"for example {name}=VALUE"
+    return f"the nearest known key is {nearest(name, config)}" if name else "it names no key"
 
 
 def _parse(raw: str, field: FieldInfo | None) -> Any:
@@ -119,10 +127,12 @@ def _parse(raw: str, field: FieldInfo | None) -> Any:
     return raw if wants_text or len(parsed) != 1 else value
 
 
-def explain(error: Mapping[str, Any], config: type[BaseModel]) -> str:
-    """One line for one of pydantic's errors."""
+def explain(error: Mapping[str, Any], config: type[BaseModel], tables: Mapping[str, Any]) -> str:
+    """One line for one of pydantic's errors about `tables`."""
     keys = [key for key in error["loc"] if isinstance(key, str)]  # a place inside a tuple is the tuple's
     field, name, value = _field(keys, config), ".".join(keys), error["input"]
+    if len(keys) < len(error["loc"]):
+        value = functools.reduce(operator.getitem, keys, tables)
     if error["type"] == "extra_forbidden":
         kind = "section" if len(keys) == 1 and isinstance(value, dict) else "key"
         return f"unknown {kind} {name}: the nearest known one is {nearest(name, config, kind)}; rename or remove it"

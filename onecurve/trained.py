@@ -15,7 +15,8 @@ from onecurve.data.text import read_manifest as read_description
 from onecurve.data.tokenizer import Tokenizer
 from onecurve.errors import InputError
 from onecurve.model import GPT
-from onecurve.report.plan import parameters
+from onecurve.parallel.units import survey
+from onecurve.paths import FILE, FOLDER, show, trouble
 
 Say = Callable[[str], None]
 
@@ -34,18 +35,18 @@ class Trained:
 def open_trained(place: Place, say: Say) -> Trained:
     """The model of a run at a checkpoint (see `find_checkpoint`), and what its ids mean. Raises InputError."""
     run = place.run
-    try:
-        missing = [name for name in ("config.toml", "run.json") if not (run / name).is_file()]
-    except OSError as error:
-        raise InputError(f"{run}: can't be read ({error.strerror}); give the folder of a run") from None
-    if missing:
-        raise InputError(f"{run}: no run there (no {missing[0]}); give the folder of a run that `onecurve train` made")
+    problem = trouble(run, FOLDER)
+    for name in ("config.toml", "run.json"):
+        if not problem and (fault := trouble(run / name, FILE)):
+            problem = f"{name}: {fault}"
+    if problem:
+        raise InputError(f"{show(run)}: no run there ({problem}); give the folder of a run that `onecurve train` made")
     config = load_config(run / "config.toml")
     path = find_checkpoint(place, say, curve_id=_curve_of(run))
     manifest = read_manifest(path)
-    check_fits(manifest, parameters(config.model), str(path))
     m = config.model
     model = GPT(layers=m.layers, width=m.width, heads=m.heads, vocab=m.vocab, context=m.context, tied=m.tied)
+    check_fits(manifest, survey(model, None).specs, str(path))
     with torch.no_grad():
         for name, values in read_parameters(path, check=False).items():  # its hashes have just been compared
             model.get_parameter(name).copy_(values)

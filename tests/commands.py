@@ -1,15 +1,20 @@
-"""Commands as a user types them, on this checkout whatever else is installed, and what a run leaves behind."""
+"""Commands as a user types them, on this checkout whatever else is installed; the line that they say of bad input; and
+what a run leaves behind."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 from onecurve import cli
 from onecurve.checkpoint import read_manifest
@@ -17,6 +22,7 @@ from onecurve.checkpoint import read_manifest
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "demo.toml"
 CAPSTONE = ROOT / "code" / "main.py"
+Complain = pytest.CaptureFixture[str]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -72,3 +78,26 @@ def train_here(run: Path, *sets: str, flags: tuple[str, ...] = (), config: Path 
     """As `train`, in this process: a second where a fresh interpreter takes three. Returns the exit code."""
     settings = [part for setting in sets for part in ("--set", setting)]
     return cli.main(["train", str(config), "--run", str(run), *settings, *flags])
+
+
+def complaint(capfd: Complain, *arguments: object) -> str:
+    """The one line."""
+    capfd.readouterr()
+    code = cli.main([str(argument) for argument in arguments])
+    out, err = capfd.readouterr()
+    assert code == 2, (code, out, err)
+    assert out == "" and err.count("\n") == 1 and err.endswith("\n") and err.startswith("onecurve: "), err
+    return err
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's right to write and read everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

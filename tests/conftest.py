@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from tests.s3 import s3 as s3
+
 ROOT = str(Path(__file__).resolve().parent.parent)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -10,17 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from onecurve import cli
-from onecurve.data.prepare import write_corpus
-from tests.commands import DEMO, environment, rows, train_here
-
-Complain = pytest.CaptureFixture[str]
+from tests.commands import DEMO, Complain, as_nobody, complaint, environment, train_here
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +32,7 @@ def run(started: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(started, tmp_path / "run"))
 
 
-def complaint(capfd: Complain, *arguments: object) -> str:
-    """The one line."""
-    capfd.readouterr()
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capfd.readouterr()
-    assert code == 2, (code, out, err)
-    assert out == "" and err.count("\n") == 1 and err.endswith("\n") and err.startswith("onecurve: "), err
-    return err
-
-
-def content(folder: Path) -> dict[str, str]:
+def checksums(folder: Path) -> dict[str, str]:
     """Every file of a run with its hash, but for the names of the last owner of the lock."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("run.lock", "run.fence")]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
@@ -89,88 +74,6 @@ def test_a_bad_value(
     said = complaint(capfd, command, DEMO, "--set", setting)
     assert [word for word in words if word not in said] == [], said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_corpus_that_is_not_there(tmp_path: Path, capfd: Complain) -> None:
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={tmp_path}/nowhere", "--run", tmp_path / "run")
-    assert "nowhere" in said and "no such folder" in said and list(tmp_path.iterdir()) == []
-
-
-# --- corpora ---------------------------------------------------------------------------------------------------------
-
-
-def ids(count: int, below: int = 64) -> np.ndarray:
-    return np.arange(count, dtype=np.int64) % below
-
-
-def corpus(folder: Path, tokens: np.ndarray, vocab: int) -> Path:
-    write_corpus(folder, train=[tokens], vocab=vocab)
-    return folder
-
-
-def test_an_empty_corpus(tmp_path: Path, capfd: Complain) -> None:
-    made = corpus(tmp_path / "empty", ids(0), 64)
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-    assert "empty" in said and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("count", [1, 16])
-def test_a_corpus_shorter_than_a_window(count: int, tmp_path: Path, capfd: Complain) -> None:
-    made = corpus(tmp_path / "short", ids(count), 64)
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-    assert f"its {count} token" in said and "context + 1 = 17" in said and not (tmp_path / "run").exists()
-
-
-def test_a_corpus_with_fewer_windows_than_a_step_draws(tmp_path: Path, capfd: Complain) -> None:
-    made = corpus(tmp_path / "short", ids(15 * 16 + 1), 64)
-    assert "16" in complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-
-
-@pytest.mark.parametrize("kind", ["a file", "an empty folder", "a folder of texts"])
-def test_what_is_no_corpus(kind: str, tmp_path: Path, capfd: Complain) -> None:
-    """Case 24: a directory, or a file, where a corpus is expected."""
-    place = tmp_path / "place"
-    if kind == "a file":
-        place.write_text("text")
-    else:
-        place.mkdir()
-    if kind == "a folder of texts":
-        (place / "a.txt").write_text("text")
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={place}", "--run", tmp_path / "run")
-    assert "place" in said and "onecurve prepare" in said and not (tmp_path / "run").exists()
-
-
-def test_a_token_file_of_another_vocabulary(tmp_path: Path, capfd: Complain) -> None:
-    """Case 25: it would be looked up beyond the embedding, or mean other words."""
-    for vocab in (32, 65, 70_000):
-        made = corpus(tmp_path / f"v{vocab}", ids(4096, min(vocab, 64)), vocab)
-        said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-        assert str(vocab) in said and "64" in said and "model.vocab" in said
-
-
-def test_a_token_id_that_the_vocabulary_does_not_have(tmp_path: Path, capfd: Complain) -> None:
-    """Case 25, in a file whose manifest and hash were made to fit."""
-    made = corpus(tmp_path / "corpus", ids(4096), 64)
-    tokens = np.fromfile(made / "train.bin", np.uint8)
-    tokens[1234] = 64
-    tokens.tofile(made / "train.bin")
-    from onecurve.data.text import CorpusManifest, Part, read_manifest
-
-    old = read_manifest(made)
-    part = old.parts["train"]
-    new = Part(part.tokens, part.documents, part.text_bytes, hashlib.sha256(tokens.tobytes()).hexdigest())
-    manifest = CorpusManifest(old.vocab, old.tokenizer, old.tokenizer_sha256, {**old.parts, "train": new}, old.made)
-    (made / "manifest.json").write_text(manifest.to_json())
-    said = complaint(capfd, "train", DEMO, "--set", f"data.source={made}", "--run", tmp_path / "run")
-    assert "token id 64" in said and "0 … 63" in said and not (tmp_path / "run").exists()
-
-
-def test_ids_beyond_16_bits_are_trained_on_as_they_are(tmp_path: Path) -> None:
-    """Case 25: 65,535 is no limit."""
-    made = corpus(tmp_path / "corpus", ids(4096, 64) + 65_536, 65_600)
-    sets = (f"data.source={made}", "model.vocab=65600", "train.steps=2", "model.width=8", "layout.dp=2")
-    assert train_here(tmp_path / "run", *sets) == 0
-    assert len(rows(tmp_path / "run")) == 2
 
 
 # --- texts and configs: case 24 --------------------------------------------------------------------------------------
@@ -224,17 +127,17 @@ def test_texts_that_can_not_be_prepared(kind: str, tmp_path: Path, capfd: Compla
 
 
 def test_a_folder_that_holds_a_run(run: Path, capfd: Complain) -> None:
-    before = content(run)
+    before = checksums(run)
     said = complaint(capfd, "train", DEMO, "--run", run)
     assert "holds a run already" in said and "--resume" in said
-    assert content(run) == before
+    assert checksums(run) == before
     (run / "run.json").unlink()  # its checkpoints alone are a run as well
     assert "holds a run already" in complaint(capfd, "train", DEMO, "--run", run)
-    assert content(run).keys() == before.keys() - {"run.json"}
+    assert checksums(run).keys() == before.keys() - {"run.json"}
 
 
 def test_a_folder_in_use(run: Path, capfd: Complain) -> None:
-    before = content(run)
+    before = checksums(run)
     hold = (
         "import sys, time; from pathlib import Path; from onecurve.checkpoint import RunLock\n"
         "with RunLock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
@@ -244,7 +147,7 @@ def test_a_folder_in_use(run: Path, capfd: Complain) -> None:
         said = complaint(capfd, "train", DEMO, "--run", run, "--resume")
         holder.kill()
     assert "in use" in said and str(holder.pid) in said
-    assert content(run) == before
+    assert checksums(run) == before
 
 
 def test_a_checkpoint_of_another_curve(run: Path, tmp_path: Path, capfd: Complain) -> None:
@@ -254,18 +157,48 @@ def test_a_checkpoint_of_another_curve(run: Path, tmp_path: Path, capfd: Complai
     name = "step-00000004"
     shutil.rmtree(run / "checkpoints" / name)
     shutil.copytree(other / "checkpoints" / name, run / "checkpoints" / name)
-    before = content(run)
+    before = checksums(run)
     said = complaint(capfd, "train", DEMO, "--run", run, "--resume")
     theirs, ours = (json.loads((r / "run.json").read_text())["curve_id"] for r in (other, run))
     assert name in said and theirs in said and ours in said and "--from" in said
-    assert content(run) == before
+    assert checksums(run) == before
 
 
 def test_a_resume_that_asks_for_another_curve(run: Path, capfd: Complain) -> None:
-    before = content(run)
+    before = checksums(run)
     said = complaint(capfd, "train", DEMO, "--run", run, "--resume", "--set", "optimizer.lr=1e-3")
     assert "optimizer.lr" in said and "--from" in said
-    assert content(run) == before
+    assert checksums(run) == before
+
+
+RECORDS = {
+    "no config": ("config.toml", None, "no such file; put the config there that the run was started with"),
+    "an empty config": ("config.toml", "", "is empty; put the config there that the run was started with"),
+    "no TOML": ("config.toml", "[train", "not valid TOML"),
+    "a config with another key": ("config.toml", "[train]\nleafs = 3\n", "unknown key train.leafs"),
+    "an empty record": ("run.json", "", "it is empty; remove it and resume with the config"),
+    "a record of other things": (
+        "run.json",
+        "[3]",
+        "it is not JSON with curve_id, parent, data_fingerprint; remove it",
+    ),
+    "a torn record": ("run.json", '{"curve_id": "a', "it is not JSON with curve_id"),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_run_that_lost_what_says_what_it_is(kind: str, run: Path, capfd: Complain) -> None:
+    name, content, words = RECORDS[kind]
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_text(content)
+    before = checksums(run)
+    said = complaint(capfd, "train", DEMO, "--set", "train.steps=4", "--run", run, "--resume")
+    assert f"{run / name}: " in said and words in said, said
+    assert checksums(run) == before
+    if name == "run.json":  # the cure cures
+        (run / name).unlink()
+        assert train_here(run, "train.steps=4", "checkpoint.every_steps=2", flags=("--resume",)) == 0
 
 
 def test_another_model_than_the_parents(run: Path, tmp_path: Path, capfd: Complain) -> None:
@@ -274,19 +207,13 @@ def test_another_model_than_the_parents(run: Path, tmp_path: Path, capfd: Compla
     assert "embedding" in said and not new.exists()
     assert "99" in complaint(capfd, "train", DEMO, "--from", f"{run}@99", "--run", new)
     assert "nowhere" in complaint(capfd, "train", DEMO, "--from", "nowhere", "--run", new)
-
-
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    """Without root's right to write and read everywhere."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
+    for step in ("", "x", "-1", "1.5", "²", "9" * 5000):
+        assert "is no step" in complaint(capfd, "train", DEMO, "--from", f"{run}@{step}", "--run", new)
+    assert "it names no run" in complaint(capfd, "train", DEMO, "--from", "@2", "--run", new)
+    assert not new.exists()
+    run.rename(tmp_path / "run@home")
+    assert train_here(new, "train.steps=1", flags=("--from", f"{tmp_path}/run@home@2")) == 0
+    assert train_here(tmp_path / "newer", "train.steps=1", flags=("--from", f"{tmp_path}/run@home")) == 0
 
 
 def test_a_place_without_permission(capfd: Complain) -> None:
@@ -297,6 +224,19 @@ def test_a_place_without_permission(capfd: Complain) -> None:
             assert folder in said and "Permission denied" in said
             assert folder in complaint(capfd, "train", DEMO, "--run", folder)
         assert list(Path(folder).iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "run.lock"])
+def test_a_run_folder_with_something_else_in_the_place_of_its_parts(name: str, tmp_path: Path, capfd: Complain) -> None:
+    """Found before the first step, not when the first checkpoint is due."""
+    run = tmp_path / "run"
+    run.mkdir()
+    if name == "run.lock":
+        (run / name).mkdir()
+    else:
+        (run / name).touch()
+    assert f"{run / name}: " in complaint(capfd, "train", DEMO, "--run", run)
+    assert not (run / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("place", ["/proc/run", "/sys/run", "/dev/null/run", "/dev/null"])
@@ -313,9 +253,9 @@ def test_a_read_only_file_system(started: Path, tmp_path: Path, capfd: Complain)
     try:
         run = Path(shutil.copytree(started, mounted / "run"))
         subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
-        before = content(run)
+        before = checksums(run)
         assert "Read-only" in complaint(capfd, "train", DEMO, "--run", run, "--resume")
         assert "Read-only" in complaint(capfd, "train", DEMO, "--run", mounted / "new")
-        assert content(run) == before
+        assert checksums(run) == before
     finally:
         subprocess.run(["umount", mounted], check=True)

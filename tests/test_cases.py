@@ -2,7 +2,8 @@
 
 Others are tested where their part is: 2 and 3 in tests/data/test_loader.py, 9 in tests/checkpoint/test_policy.py,
 11 in tests/checkpoint/test_layouts.py, 13 in tests/export and tests/badday/test_cases.py, 21 in
-tests/train/test_killed.py and tests/launch, 22 in tests/launch, 24 and 25 in tests/test_bad_input.py.
+tests/train/test_killed.py and tests/launch, 22 in tests/launch, 23 in tests/badday/test_cases.py, 24 and 25 in
+tests/test_bad_corpus.py and tests/test_bad_input.py.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from onecurve import cli
-from onecurve.cli import BROKEN_PIPE, main
+from onecurve.capstone import load_capstone
+from onecurve.cli import main
 from onecurve.errors import CheckFailed, OnecurveError, RunFailed, Stopped
+from onecurve.exits import BROKEN_PIPE, USAGE_ERRORS
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -153,7 +154,7 @@ def test_an_error_becomes_its_exit_code(
         raise error
 
     capstone = type("Capstone", (), {"main": staticmethod(fail)})
-    monkeypatch.setattr(cli, "_capstone", lambda: capstone)
+    monkeypatch.setattr("onecurve.capstone.load_capstone", lambda: capstone)
     assert main(["demo"]) == code
     out, err = capsys.readouterr()
     assert out == "" and words in err
@@ -163,7 +164,7 @@ def test_an_error_becomes_its_exit_code(
 def test_the_demos_result_is_the_exit_code(result: int | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     capstone = type("Capstone", (), {"main": staticmethod(lambda run: seen.append(run) or result)})
-    monkeypatch.setattr(cli, "_capstone", lambda: capstone)
+    monkeypatch.setattr("onecurve.capstone.load_capstone", lambda: capstone)
     assert main(["demo", "--run", "here"]) == code and seen == [Path("here")]
 
 
@@ -191,11 +192,11 @@ def test_a_caller_keeps_its_signal_handlers() -> None:
 
 
 def test_usage_errors_are_caught_whatever_typer_carries() -> None:
-    assert issubclass(typer.BadParameter, cli.USAGE_ERRORS)
+    assert issubclass(typer.BadParameter, USAGE_ERRORS)
 
 
 def test_the_demo_is_the_one_file_of_the_source_tree() -> None:
-    capstone = cli._capstone()
+    capstone = load_capstone()
     assert Path(str(capstone.__file__)) == ROOT / "code" / "main.py"
     names = ["MiniGPT", "make_corpus", "_train_worker", "verify_resume", "main"]
     assert [name for name in names if not hasattr(capstone, name)] == []

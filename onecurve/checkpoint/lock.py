@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onecurve.checkpoint.errors import CheckpointError, FolderInUse, NotWritable, Superseded
+from onecurve.errors import InputError
+from onecurve.paths import FOLDER, obstacle, read_bytes, show
 
 LOCK_NAME, FENCE_NAME = "run.lock", "run.fence"
 
@@ -41,9 +43,8 @@ class Fence:
 def read_fence(path: Path) -> dict[str, object] | None:
     """What the fence file says of the folder's owner, or None where there is no readable one."""
     try:
-        with path.open("rb") as file:
-            holder = json.loads(file.read(4096))
-    except (OSError, ValueError):
+        holder = json.loads(read_bytes(path, "fence", "remove it", 4096))
+    except (InputError, ValueError):
         return None
     return holder if isinstance(holder, dict) else None
 
@@ -72,7 +73,7 @@ class RunLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise NotWritable(f"{self.folder}: can't be used as a run folder: {error.strerror}") from None
+            raise self._unusable(error) from None
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -90,18 +91,27 @@ class RunLock:
             return self._new_fence()
         except OSError as error:
             self.release()
-            raise NotWritable(f"{self.folder}: can't be used as a run folder: {error.strerror}") from None
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: OSError) -> NotWritable:
+        place = f"{show(error.filename)}: " if error.filename else ""
+        reason = obstacle(self.folder, FOLDER) or f"{place}{error.strerror}"
+        return NotWritable(f"run folder {show(self.folder)}: {reason}; name a folder, new or of a run, with --run")
 
     def _new_fence(self) -> Fence:
         fence = Fence(self.folder / FENCE_NAME, secrets.token_hex(16))
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         holder = {"token": fence.token, "pid": os.getpid(), "host": socket.gethostname(), "since": since}
         temp = fence.path.with_name(f"{FENCE_NAME}.{secrets.token_hex(4)}")
-        with temp.open("xb") as file:
-            file.write(json.dumps(holder).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temp.replace(fence.path)
+        try:
+            with temp.open("xb") as file:
+                file.write(json.dumps(holder).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            temp.replace(fence.path)
+        except OSError:
+            temp.unlink(missing_ok=True)
+            raise
         return fence
 
     def release(self) -> None:

@@ -1,13 +1,14 @@
 """RUN[@STEP]: which of a run's checkpoints a user means."""
 
+import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from onecurve.checkpoint.load import latest_checkpoint
 from onecurve.checkpoint.store import list_steps
 from onecurve.errors import InputError
+from onecurve.paths import FOLDER, show, trouble
 
 
 class Place(NamedTuple):
@@ -20,19 +21,21 @@ class Place(NamedTuple):
 
 def parse_place(text: str, option: str = "") -> Place:
     """Of "RUN" or "RUN@STEP"; where there is a folder of the whole name, that is the run. Raises InputError."""
-    label = f"{option} {text}".lstrip()
+    label = show(f"{option} {text}".lstrip())
     run, at, step = text.rpartition("@")
-    with suppress(OSError):  # what can't be looked at is no folder here
-        if not at or Path(text).is_dir():
-            return Place(Path(text), None, label)
-    if not (step.isascii() and step.isdigit()):
-        raise InputError(f"{label}: {step!r} is no step; write RUN@STEP with a whole number")
+    if not at or not trouble(Path(text), FOLDER):
+        return Place(Path(text), None, label)
+    if not (run and re.fullmatch("[0-9]{1,18}", step)):
+        what = f"{show(step)!r} is no step" if run else "it names no run"
+        raise InputError(f"{label}: {what}; write RUN@STEP with a whole number")
     return Place(Path(run), int(step), label)
 
 
 def find_checkpoint(place: Place, say: Callable[[str], None], *, curve_id: str | None = None) -> Path:
     """The checkpoint of that step, or the newest, that verifies whole, is finite, and of curve `curve_id` where that
     is given. `say` is told, a line each, why newer ones were passed over. Raises InputError."""
+    if problem := trouble(place.run, FOLDER):
+        raise InputError(f"{place.label}: {problem}; give a run folder, or RUN@STEP")
     checkpoints = place.run / "checkpoints"
     path, reasons = latest_checkpoint(checkpoints, curve_id=curve_id, finite=True, step=place.step)
     if place.step is None:

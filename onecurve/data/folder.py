@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from onecurve.data.sources import show
 from onecurve.errors import InputError
+from onecurve.paths import FOLDER, need_place, show
 
 
 @contextmanager
@@ -22,6 +22,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     if os.path.lexists(out):
         raise InputError(f"--out {show(out)}: it exists already; name a new folder or remove this one first")
+    need_place(out, FOLDER, "--out", "name a place with room and rights")
     try:
         with _parents(out):
             _remove_abandoned(out)

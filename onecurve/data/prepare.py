@@ -20,7 +20,7 @@ import numpy as np
 
 from onecurve.data.bpe_training import train_bpe
 from onecurve.data.folder import new_folder
-from onecurve.data.sources import Document, collect, examine, reread, show
+from onecurve.data.sources import Document, collect, examine, reread
 from onecurve.data.text import MANIFEST, CorpusManifest, Part, TokenWriter, iterate
 from onecurve.data.tokenizer import (
     BYTE_VOCAB,
@@ -32,6 +32,7 @@ from onecurve.data.tokenizer import (
     text_pieces,
 )
 from onecurve.errors import InputError
+from onecurve.paths import show
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 

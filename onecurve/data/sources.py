@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onecurve.errors import InputError
+from onecurve.paths import show
 
 BLOCK = 1 << 20  # bytes read at a time
 
@@ -21,11 +22,6 @@ class Document:
     path: Path
     size: int
     digest: str
-
-
-def show(path: str | os.PathLike[str]) -> str:
-    """A file's name on one line of any terminal: what can't be printed, undecodable bytes too, is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in os.fspath(path))
 
 
 def collect(paths: Sequence[str | os.PathLike[str]], glob: Sequence[str], exclude: Sequence[str] = ()) -> list[Path]:

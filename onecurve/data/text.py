@@ -20,13 +20,13 @@ import numpy as np
 
 from onecurve.data.corpus import BLOCK, Corpus, check_windows
 from onecurve.data.cycle import cycle_corpus, token_dtype
-from onecurve.data.sources import show
 from onecurve.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer
 from onecurve.errors import InputError
+from onecurve.paths import FOLDER, need, read_bytes, show
 
 KIND, SCHEMA = "onecurve corpus", 1
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 1 << 20  # bytes; a larger one is not ours
+MANIFEST_LIMIT, TOKENIZER_LIMIT = 1 << 20, 1 << 30  # bytes; a larger one is not ours
 SPLITS = ("train", "val")
 CYCLE_WINDOWS, CYCLE_HELD_OUT = 4096, 256
 
@@ -114,7 +114,11 @@ def open_corpus(
     if os.fspath(source) == "cycle":
         corpus = _cycle(vocab, context, seed, split, step_windows)
     else:
-        corpus = _open_folder(Path(source).expanduser(), vocab, split, full_check)
+        try:
+            folder = Path(source).expanduser()
+        except RuntimeError:  # "~name/" without such a user
+            raise InputError(f"corpus {show(source)}: there is no such home folder; write the path out") from None
+        corpus = _open_folder(folder, vocab, split, full_check)
     if split == "train":
         check_windows(corpus, context, step_windows)
     elif len(corpus.tokens) < 2:
@@ -128,22 +132,12 @@ def open_corpus(
 def read_manifest(folder: Path) -> CorpusManifest:
     """The manifest of a prepared corpus, checked against its own fingerprint. Raises InputError."""
     cure = 'data.source must be "cycle" or a folder made by `onecurve prepare`'
-    if not folder.exists():
-        raise InputError(f"{show(folder)}: there is no such folder; {cure}")
-    if not folder.is_dir():
-        raise InputError(f"{show(folder)}: it is a file, not a corpus folder; {cure} (prepare this file first)")
+    need(folder, FOLDER, "corpus", cure)
     file = folder / MANIFEST
+    if not os.path.lexists(file):
+        raise InputError(f"{show(folder)}: it holds no corpus (no {MANIFEST} in it); {cure}")
     try:
-        with file.open("rb") as handle:
-            raw = handle.read(MANIFEST_LIMIT + 1)
-    except FileNotFoundError as error:
-        raise InputError(f"{show(folder)}: it holds no corpus (no {MANIFEST} in it); {cure}") from error
-    except OSError as error:
-        raise InputError(
-            f"{show(file)}: can't be read ({error.strerror}); make it readable or prepare again"
-        ) from error
-    try:
-        stored = json.loads(raw) if len(raw) <= MANIFEST_LIMIT else None
+        stored = json.loads(read_bytes(file, "corpus manifest", "make it readable or prepare again", MANIFEST_LIMIT))
     except (ValueError, RecursionError):
         stored = None
     if not isinstance(stored, dict) or stored.get("kind") != KIND:
@@ -253,10 +247,7 @@ def _parse(stored: dict[str, Any]) -> CorpusManifest | None:
 
 def _tokenizer_bytes(folder: Path, manifest: CorpusManifest) -> bytes:
     file = folder / TOKENIZER_FILE
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise InputError(f"{show(file)}: can't be read ({error.strerror}); prepare again") from error
+    content = read_bytes(file, "tokenizer", "prepare again", TOKENIZER_LIMIT)
     if hashlib.sha256(content).hexdigest() != manifest.tokenizer_sha256:
         raise InputError(f"{show(file)}: it is not the one that the corpus was made with; prepare again")
     return content

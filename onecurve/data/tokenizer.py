@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from onecurve.data.sources import show
 from onecurve.errors import InputError
+from onecurve.paths import show
 
 if TYPE_CHECKING:
     import tokenizers

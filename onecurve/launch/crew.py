@@ -136,22 +136,27 @@ class Crew:
             port=listener.getsockname()[1],
             **self.seat_values,
         )
-        command = spawned.command(seat, self.worker, self._page) if self.spawn else None
+        order = -1
+        if self.spawn:
+            file = self._open.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
+            file.write(spawned.order(seat, self.worker, self._page))
+            file.seek(0)
+            order = file.fileno()
         with warnings.catch_warnings():
             # Python ≥ 3.12 warns when other threads exist; ranks use none of the parent's locks but torch's own, which
             # are free while the parent is here.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._become(seat, listener, read_end, command)
+            self._become(seat, listener, read_end, order)
         os.close(write_end)
         os.set_blocking(read_end, False)
         member = Member(rank, pid, read_end, stacks)
         self.members.append(member)
         self._selector.register(read_end, selectors.EVENT_READ, member)
 
-    def _become(self, seat: Seat, listener: socket.socket, read_end: int, command: list[str] | None) -> None:
-        """In the child; never returns."""
+    def _become(self, seat: Seat, listener: socket.socket, read_end: int, order: int) -> None:
+        """In the child; never returns. `order`: the file that a fresh interpreter reads, -1 where this one stays."""
         try:
             os.setsid()  # a group of its own: Ctrl-C reaches the parent alone, and the whole group can be ended
             for unwanted in [read_end, *(member.pipe for member in self.members)]:
@@ -160,12 +165,12 @@ class Crew:
                 os.close(self._lifeline[1])
             if seat.rank != 0:
                 listener.close()
-            if command is not None:
-                for descriptor in (seat.pipe, seat.stacks, seat.lifeline, seat.listener, self._page):
+            if order >= 0:
+                for descriptor in (seat.pipe, seat.stacks, seat.lifeline, seat.listener, self._page, order):
                     if descriptor is not None:
                         os.set_inheritable(descriptor, True)
                 environment = {**os.environ, "OMP_NUM_THREADS": str(seat.threads)}
-                os.execve(sys.executable, command, environment)
+                os.execve(sys.executable, spawned.command(order), environment)
             if seat.listener is not None:
                 listener.detach()  # the store owns the descriptor
             run_rank(seat, self.board, lambda: self.worker)

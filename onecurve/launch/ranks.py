@@ -87,6 +87,8 @@ def _supervise(crew: Crew, signals: StopSignals, watchdog: Watchdog, progress: P
         now = time.monotonic()
         if signals.abort:
             crew.kill()
+            if all(member.message for member in crew.members):
+                break  # all had said how they ended, and only waited to leave together
             name = signal.Signals(signals.abort).name
             raise Stopped(f"ended at once by {name}; the newest checkpoint stays whole")
         records = [member.record for member in crew.members if member.record is not None]

@@ -16,15 +16,20 @@ if TYPE_CHECKING:
     from onecurve.launch.rank import Seat
 
 PROGRAM = (
-    "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path'];"
+    "import json, sys; order = json.load(open(int(sys.argv[1]))); sys.path[:] = order['path'];"
     "from onecurve.launch.spawned import main; main(order)"
 )
 
 
-def command(seat: Seat, worker: Callable[..., Any], page: int) -> list[str]:
-    """The command line that runs `worker` in the rank `seat`; `page` is the descriptor behind the board."""
-    order = {"path": sys.path, "seat": seat.to_json(), "worker": _name(worker), "page": page}
-    return [sys.executable, "-c", PROGRAM, json.dumps(order)]
+def order(seat: Seat, worker: Callable[..., Any], page: int) -> bytes:
+    """What tells a fresh interpreter to run `worker` in the rank `seat`; `page` is the descriptor behind the board."""
+    return json.dumps({"path": sys.path, "seat": seat.to_json(), "worker": _name(worker), "page": page}).encode()
+
+
+def command(descriptor: int) -> list[str]:
+    """The command line of a rank whose order is in the open file `descriptor`: everybody may read a command line, and a
+    worker's arguments may hold a mirror's password."""
+    return [sys.executable, "-c", PROGRAM, str(descriptor)]
 
 
 def _name(worker: Callable[..., Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from onecurve.errors import UsageError
 from onecurve.parallel.ownership import Share
 from onecurve.parallel.transports import Transport
 from onecurve.parallel.units import Trained
-from onecurve.parallel.weights import SpaceWeights
+from onecurve.parallel.weights import Absent, SpaceWeights
 
 Operation = Callable[[], None]
 
@@ -58,11 +58,12 @@ class GatheredWeights:
     def __init__(self, share: Share, trained: Trained, transport: Transport, journal: Journal) -> None:
         self._share = share
         self._journal = journal
+        self._absent = Absent()
         self.by_unit: dict[str, SpaceWeights] = {}
         for space in share.spaces:
             (unit,) = space.units
             pieces = [p for p in share.pieces if p.unit == unit]
-            self.by_unit[unit] = SpaceWeights(space, pieces, trained, transport, whole=False)
+            self.by_unit[unit] = SpaceWeights(space, pieces, trained, transport, self._absent)
         self.spaces = list(self.by_unit.values())
         self.most_gathered = 0  # bytes of whole units that were here at once
         self._needs = trained.needs
@@ -76,6 +77,9 @@ class GatheredWeights:
             module = trained.modules[unit]
             module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True)
             module.register_forward_hook(self._after_forward(unit), always_call=True)
+
+    def live(self) -> list[Tensor]:
+        return [*(t for weights in self.spaces for t in weights.live()), *self._absent.values.values()]
 
     def refresh(self, master: Tensor) -> None:
         """Round this rank's masters into its shards; units are gathered when they are next used."""

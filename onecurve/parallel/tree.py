@@ -8,7 +8,7 @@ aligned ranges of leaves, in leaf order, whoever computed them; so a rank can ru
 hand over what is left, and the owner of the elements finishes the very same tree with another.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -103,12 +103,18 @@ def strided_leaves(leaves: int, width: int, rank: int) -> range:
     return range(rank, leaves, width)
 
 
-def aligned_partials(run: range) -> list[tuple[int, int]]:
-    """The (start, size) of the partial sums that a counter holds after the contiguous leaves `run`."""
+def counter_states(run: range) -> Iterator[list[tuple[int, int]]]:
+    """The (start, size) of the partial sums that a counter holds after each of the contiguous leaves `run`."""
     stack: list[tuple[int, int]] = []
     for leaf in run:
         start, size = leaf, 1
         while stack and stack[-1][1] == size and stack[-1][0] % (2 * size) == 0:
             start, size = stack.pop()[0], 2 * size
         stack.append((start, size))
-    return stack
+        yield stack
+
+
+def aligned_partials(run: range) -> list[tuple[int, int]]:
+    """What a counter holds after the contiguous leaves `run`: the partial sums that an owner can go on with."""
+    *_, last = [], *counter_states(run)
+    return last

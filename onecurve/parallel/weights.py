@@ -21,20 +21,33 @@ from onecurve.parallel.transports import Transport
 from onecurve.parallel.units import Trained
 
 
+class Absent:
+    """One NaN per dtype, which stands for the weights that are not here."""
+
+    def __init__(self) -> None:
+        self.values: dict[torch.dtype, Tensor] = {}
+
+    def like(self, p: Tensor) -> Tensor:
+        """It, in the shape of `p` and without its memory."""
+        return self.values.setdefault(p.dtype, torch.tensor(math.nan, dtype=p.dtype)).expand(p.shape)
+
+
 class SpaceWeights:
     """The working weights of one space on this rank.
 
     `shard`: this rank's part, 1-D, in the working dtype (fp32 where the parameters have several). `flat`: all parts.
     Parameters of one dtype are views of `flat`; of several dtypes, they have storages of their own, refilled from it.
-    With `whole` the weights are always here, and `shard` is a part of `flat`.
+    Without `absent` the weights are always here, and `shard` is a part of `flat`; else it stands for them when not.
     """
 
-    def __init__(self, space: Space, pieces: list[Piece], trained: Trained, transport: Transport, whole: bool) -> None:
+    def __init__(
+        self, space: Space, pieces: list[Piece], trained: Trained, transport: Transport, absent: Absent | None
+    ) -> None:
         self._transport = transport
         self._mixed = trained.working_dtype is None
         dtype = trained.working_dtype or torch.float32
         size = space.width * transport.size
-        if whole:
+        if absent is None:
             self.flat = transport.empty(size, dtype).zero_()
             self.shard = self.flat[transport.rank * space.width : (transport.rank + 1) * space.width]
         else:
@@ -52,8 +65,8 @@ class SpaceWeights:
             if self._mixed:
                 data = p.detach().clone(memory_format=torch.contiguous_format)
                 self._own.append((data, view))
-            absent = torch.full((), math.nan, dtype=p.dtype).expand(p.shape)
-            self._homes += [(use, data, absent) for use in uses[piece.name]]
+            missing = data if absent is None else absent.like(p)
+            self._homes += [(use, data, missing) for use in uses[piece.name]]
         for use, data, _ in self._homes:
             use.data = data
         self._waiting: Callable[[], None] | None = None
@@ -104,8 +117,8 @@ class SpaceWeights:
         """Give the memory of the whole weights back; the shard stays."""
         if self._waiting:
             self.finish_gather()  # it writes into what is freed
-        for p, _, absent in self._homes:
-            p.data = absent
+        for p, _, missing in self._homes:
+            p.data = missing
         for tensor in (self.flat, *(data for data, _ in self._own)):
             tensor.untyped_storage().resize_(0)
 
@@ -133,8 +146,11 @@ class WholeWeights:
     """Stages 0 to 2: always here."""
 
     def __init__(self, share: Share, trained: Trained, transport: Transport) -> None:
-        self.spaces = [SpaceWeights(share.spaces[0], list(share.pieces), trained, transport, whole=True)]
+        self.spaces = [SpaceWeights(share.spaces[0], list(share.pieces), trained, transport, None)]
         self._replicated = share.replicated
+
+    def live(self) -> list[Tensor]:
+        return self.spaces[0].live()
 
     def refresh(self, master: Tensor) -> None:
         """Round this rank's masters into its shard (or all of them, where it has all) and gather. Collective."""

@@ -211,7 +211,7 @@ class ZeroOptimizer:
     def tensors(self) -> dict[str, list[Tensor]]:
         """The live tensors by what they are for: what a memory profile counts."""
         return {
-            "parameters": [t for space in self.weights.spaces for t in space.live()],
+            "parameters": self.weights.live(),
             "gradients": self._gradients.live(),
             "master": [self.master],
             "exp_avg": [self.exp_avg],

@@ -17,7 +17,8 @@ from typing import Any
 from onecurve.config import CURVE_SECTIONS, RUN_SECTIONS
 from onecurve.config_text import read_toml, show
 from onecurve.errors import InputError
-from onecurve.report.console import table
+from onecurve.paths import FOLDER, need, read_bytes
+from onecurve.report.console import printable, table
 
 VALUES = ("loss", "grad_norm", "param_norm", "val_loss")
 PARTS = {"curve": CURVE_SECTIONS, "layout": RUN_SECTIONS, "numerics": ("numerics",)}
@@ -66,8 +67,8 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """The comparison as plain text."""
-        lines = [f"A  {self.a.path}", f"B  {self.b.path}"]
-        lines += [f"note: {note}" for run in (self.a, self.b) for note in run.notes]
+        lines = [f"A  {printable(str(self.a.path))}", f"B  {printable(str(self.b.path))}"]
+        lines += [f"note: {printable(note)}" for run in (self.a, self.b) for note in run.notes]
         digests = len(self.a.digests.keys() & self.b.digests.keys())
         if self.same:
             both = [step for step in self.a.rows.keys() & self.b.rows.keys() if _evaluated(self.a, self.b, step)]
@@ -102,8 +103,7 @@ def compare_runs(a: str | Path, b: str | Path) -> Comparison:
 
 def read_run(path: Path) -> Run:
     """Read a run folder: `metrics.jsonl` is needed; what else is missing is noted."""
-    if not path.is_dir():
-        raise InputError(f"run {path}: no such folder; give a run folder, such as one below runs/")
+    need(path, FOLDER, "run", "give a run folder, such as one below runs/")
     notes = list[str]()
     rows = _read_metrics(path, notes)
     record = _read_json(path / "run.json", notes)
@@ -200,12 +200,8 @@ def _changes(part: str, name: str, a: Any, b: Any) -> Iterator[tuple[str, str, s
 def _read_metrics(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     """Rows by step. A torn or foreign line is noted and left out: a run that was killed may end in one."""
     file = path / "metrics.jsonl"
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        raise InputError(f"run {path}: has no metrics.jsonl, so it is no run folder or its run never began") from None
-    except OSError as error:
-        raise InputError(f"run {path}: metrics.jsonl can't be read ({error.strerror}); check its permissions") from None
+    content = read_bytes(file, "metrics", "give the folder of a run that has begun")
+    lines = content.decode("utf-8", errors="replace").splitlines()
     rows = dict[int, dict[str, Any]]()
     for number, line in enumerate(lines, 1):
         try:
@@ -231,9 +227,10 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
 
 def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        notes.append(f"{file} can't be read ({type(error).__name__}): the record of the run is not compared")
+        value = json.loads(read_bytes(file, "record", "its values are not compared"))
+    except (InputError, ValueError, RecursionError) as error:
+        reason = error if isinstance(error, InputError) else f"{file} is not JSON; its values are not compared"
+        notes.append(str(reason))
         return {}
     return value if isinstance(value, dict) else {}
 

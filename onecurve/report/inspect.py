@@ -10,6 +10,7 @@ from onecurve.checkpoint.errors import DamagedCheckpoint
 from onecurve.checkpoint.manifest import Manifest
 from onecurve.checkpoint.read import read_manifest, verify_checkpoint
 from onecurve.errors import CheckFailed, InputError
+from onecurve.paths import FOLDER, need
 from onecurve.report.console import human_bytes, printable, table
 
 
@@ -19,6 +20,7 @@ def inspect_checkpoint(path: str | Path, *, check: bool = False) -> tuple[list[s
     InputError where there is none or its manifest can't be trusted; with `check` the latter is CheckFailed.
     """
     path = Path(path)
+    need(path, FOLDER, "checkpoint", "give a run's checkpoints/step-NNNNNNNN")
     if (path / "checkpoints").is_dir():
         raise InputError(f"{path}: is a run folder; give one of {path / 'checkpoints'}/step-NNNNNNNN")
     try:

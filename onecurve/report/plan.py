@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from onecurve.config import Config, ModelConfig
 from onecurve.parallel.ownership import OwnershipTable, ParamSpec
+from onecurve.parallel.tree import contiguous_leaves, counter_states, strided_leaves
 from onecurve.report.console import human_bytes, table
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -78,25 +79,6 @@ class RankCost(NamedTuple):
         return self.weights + self.gradients + self.optimizer + self.all_padding + self.scratch
 
 
-def leaves_of(leaves: int, width: int, rank: int, zero: int) -> list[int]:
-    """A rank's leaves: a contiguous range at ZeRO-0/1, every width-th one at ZeRO-2/3."""
-    if zero <= 1:
-        return list(range(leaves * rank // width, leaves * (rank + 1) // width))
-    return list(range(rank, leaves, width))
-
-
-def counter_sizes(leaves: list[int]) -> list[int]:
-    """How many aligned partial sums the binary counter holds after each of these consecutive leaves."""
-    sizes, stack = [], list[tuple[int, int]]()
-    for leaf in leaves:
-        start, size = leaf, 1
-        while stack and stack[-1][1] == size and stack[-1][0] % (2 * size) == 0:
-            start, size = stack.pop()[0], 2 * size
-        stack.append((start, size))
-        sizes.append(len(stack))
-    return sizes
-
-
 def counter_buffers(leaves: int, width: int) -> int:
     """The most buffers that an owner's counter has alive at zero 2 and 3, where it takes `width` leaves per tick from
     memory that it may not write to and copies what is left after each tick (TreeSum.settle)."""
@@ -130,33 +112,34 @@ def rank_costs(config: Config) -> list[RankCost]:
     tied = model.vocab * model.width if model.tied else 0
     sizes["head"] += tied
     ticks = -(-train.leaves // n)
+    routes, tied_route = [share.routes(*ranges[unit]) for unit in units], share.routes(0, tied)
+    owners_buffers = counter_buffers(train.leaves, n)
     costs = []
     for rank in range(n):
-        mine = leaves_of(train.leaves, n, rank, zero)
+        mine = (contiguous_leaves if zero <= 1 else strided_leaves)(train.leaves, n, rank)
         elsewhere = share.flat - shard
         spread = shard * (n - 1)  # elements sent when this rank's shard goes to all others
         counters = scratch = 0
         if zero <= 1:
-            held = counter_sizes(mine)
+            held = [len(partials) for partials in counter_states(mine)]
             buffers = max([1, *(before + 1 for before in held[:-1])])
             gradients, gradients_held = 4 * (p + tied) * buffers, 4 * (share.flat + tied) * buffers
             gather = spread * (4 if zero == 0 else working)
             sent = 4 * elsewhere * (held[-1] if held else 0) + gather
         else:
-            buffers = counter_buffers(train.leaves, n)
-            parts = [share.routes(*ranges[unit])[rank] for unit in units]
-            lo, hi = share.routes(0, tied)[rank]  # of the embedding's matrix, which comes first
+            parts = [route[rank] for route in routes]
+            lo, hi = tied_route[rank]  # of the embedding's matrix, which comes first
             whole = train.accumulate > 1
             others = p + tied if whole else 2 * max(sizes.values())
             others_held = share.flat + tied if whole else others
-            counters = 4 * (sum(stop - start for start, stop in parts) + hi - lo) * buffers
-            gradients = round(4 * p / n * buffers) + 4 * (hi - lo) * buffers + 4 * others
+            counters = 4 * (sum(stop - start for start, stop in parts) + hi - lo) * owners_buffers
+            gradients = round(4 * p / n * owners_buffers) + 4 * (hi - lo) * owners_buffers + 4 * others
             gradients_held = counters + 4 * others_held
             gather = working * spread * (1 if zero == 2 else 2 * train.accumulate * ticks)
             sent = 4 * elsewhere * len(mine) + gather
         weights, weights_held = working * p, working * share.flat
         if zero == 3:
-            weights, weights_held = round(working * p / n), working * shard
+            weights, weights_held = round(working * p / n), working * (shard + 1)  # one stands for those not here
             widths = [working * n * space.width for space in share.spaces]
             scratch = max(a + b for a, b in pairwise(widths))
         exact = 12 * p if zero == 0 else 12 * p / n

@@ -17,21 +17,27 @@ from onecurve.checkpoint import (
 from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
 from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
-from onecurve.config import Config, config_to_toml, load_config, resume_config
+from onecurve.config import Config, config_to_toml, make_config, resume_config
+from onecurve.config_text import read_toml
 from onecurve.curve import curve_id
 from onecurve.data.text import keep_description
-from onecurve.errors import InputError
-from onecurve.report.console import say_on
+from onecurve.errors import ConfigError, InputError
+from onecurve.paths import read_bytes, show
+from onecurve.report.console import printable, say_on
 from onecurve.report.plan import parameters
+from onecurve.train.corpora import check_corpora
 from onecurve.train.order import Order
 from onecurve.train.parts import new_loader
 from onecurve.train.plan import Plan
 from onecurve.train.preflight import preflight
 from onecurve.train.records import replace_text
 
+RECORD_LIMIT = 1 << 20  # bytes of a run.json
+
 
 def locate(order: Order, *, full_check: bool) -> Plan:
     """The plan of a new run of this order, without a fence: folder, curve and parent. `full_check` reads the corpus."""
+    check_corpora(order.config)
     loader = new_loader(order.config, full_check=full_check)
     parent, digest = find_parent(order.config, order.from_) if order.from_ else (None, "")
     identity = curve_id(order.config, loader.fingerprint, digest or None)
@@ -72,7 +78,12 @@ def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
 def resumed(plan: Plan, overrides: tuple[str, ...]) -> tuple[Plan, list[str]]:
     """The plan of a run that is there: its own curve, the layout given now; and what of the config is not applied.
     Raises InputError if the data changed."""
-    stored = load_config(plan.folder / "config.toml")
+    path = plan.folder / "config.toml"
+    tables = read_toml(path, "put the config there that the run was started with, or start a new run in another --run")
+    try:
+        stored = make_config(tables)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     config, notes = resume_config(plan.config, stored, overrides)
     record = read_record(plan.folder)
     fingerprint = new_loader(config).fingerprint
@@ -107,11 +118,16 @@ def newest_whole(plan: Plan) -> Path | None:
 
 
 def read_record(folder: Path) -> dict[str, str]:
+    """What run.json says of the curve. Raises InputError."""
+    path, names = folder / "run.json", ("curve_id", "parent", "data_fingerprint")
+    cure = "remove it and resume with the config that the run was started with, or start a new curve with --from"
+    content = read_bytes(path, "record", cure, RECORD_LIMIT)
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return {name: str(record[name]) for name in ("curve_id", "parent", "data_fingerprint")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'run.json'} can't be read ({error}); give another --run") from None
+        record = json.loads(content)
+        return {name: str(record[name]) for name in names}
+    except (ValueError, RecursionError, KeyError, TypeError):
+        fault = f"is not JSON with {', '.join(names)}" if content.strip() else "is empty"
+        raise InputError(f"record {show(path)}: it {fault}; {cure}") from None
 
 
 def is_end(checkpoint: Path, steps: int) -> bool:
@@ -139,4 +155,4 @@ def tell(notes: list[str]) -> None:
 
 
 def say(text: str) -> None:
-    say_on(sys.stderr, f"onecurve: {text}")
+    say_on(sys.stderr, f"onecurve: {printable(text)}")

@@ -3,9 +3,9 @@
 from onecurve.config import Config
 from onecurve.data.evaluation import EvaluationSet
 from onecurve.data.loader import Loader
-from onecurve.data.text import open_corpus
 from onecurve.model import GPT
 from onecurve.optim import Schedule
+from onecurve.train.corpora import held_out_corpus, training_corpus
 
 EVALUATION_TOKENS = 1 << 17  # of the held-out part, at most so many, spread evenly over it
 
@@ -23,10 +23,7 @@ def new_loader(config: Config, *, full_check: bool = False) -> Loader:
     """The training batches of a curve; `full_check` reads the whole corpus once. Raises InputError for a corpus that
     can't serve it."""
     m, t = config.model, config.train
-    needed = t.leaves * t.accumulate * t.micro_batch
-    corpus = open_corpus(
-        config.data.source, vocab=m.vocab, context=m.context, seed=t.seed, step_windows=needed, full_check=full_check
-    )
+    corpus = training_corpus(config, full_check=full_check)
     return Loader(
         corpus, context=m.context, micro_batch=t.micro_batch, leaves=t.leaves, accumulate=t.accumulate, seed=t.seed
     )
@@ -34,14 +31,11 @@ def new_loader(config: Config, *, full_check: bool = False) -> Loader:
 
 def new_held_out(config: Config, *, full_check: bool = False) -> EvaluationSet | None:
     """The held-out part, or None where nothing is evaluated; `full_check` reads all of it once. Raises InputError."""
-    if not config.observe.eval_every:
+    corpus = held_out_corpus(config, full_check=full_check)
+    if corpus is None:
         return None
-    m, t = config.model, config.train
-    corpus = open_corpus(
-        config.data.source, vocab=m.vocab, context=m.context, seed=t.seed, split="val", full_check=full_check
-    )
     share = min(1.0, EVALUATION_TOKENS / max(len(corpus.tokens), 1))
-    return EvaluationSet(corpus, context=m.context, micro_batch=t.micro_batch, share=share)
+    return EvaluationSet(corpus, context=config.model.context, micro_batch=config.train.micro_batch, share=share)
 
 
 def new_schedule(config: Config) -> Schedule:

@@ -5,7 +5,6 @@ the transport's is anonymous, so that /dev/shm does not limit it; it counts as m
 """
 
 import math
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from onecurve.checkpoint.mirror import without_secrets
 from onecurve.config import Config
 from onecurve.errors import InputError
 from onecurve.model import token_loss
+from onecurve.paths import FOLDER, need_place
 from onecurve.report.console import human_bytes
 from onecurve.report.plan import parameters, rank_costs
 from onecurve.train.parts import new_held_out, new_loader, new_model
@@ -50,8 +50,7 @@ def check_mirror(url: str) -> None:
 
 
 def check_disk(folder: Path, config: Config) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{folder}: can't be written; choose another --run or change its permissions")
+    need_place(folder / "checkpoints", FOLDER, "run folder", "choose another --run, or put this right")
     one = BYTES_PER_ELEMENT * sum(spec.numel for spec in parameters(config.model))
     kept = sum(f.lstat().st_size for f in (folder / "checkpoints").glob("step-*/rank-*.safetensors"))
     copies = config.checkpoint.keep + 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from onecurve.errors import RunFailed
+from onecurve.paths import read_bytes
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -74,7 +75,8 @@ class Metrics:
         if not self._path.exists():
             return []
         rows = []
-        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+        content = read_bytes(self._path, "metrics", "move it away; the run goes on without the rows in it")
+        for line in content.decode("utf-8", errors="replace").splitlines(keepends=True):
             try:
                 rows.append((line, int(json.loads(line)["step"])))
             except (ValueError, KeyError, TypeError):

@@ -1,5 +1,6 @@
 """Run the reference, run every combination, compare each step: losses, norms, and every tensor of the state."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -186,6 +187,15 @@ def state_of(line: dict[str, Any]) -> str:
     return hashlib.sha256(b"".join(bytes.fromhex(tensor[-1]) for tensor in line["tensors"])).hexdigest()
 
 
+def read_lines(path: Path) -> Lines:
+    """What a run wrote of its steps, up to the first line that is torn: a full disk leaves one."""
+    lines: Lines = []
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in path.read_text("utf-8").splitlines():
+            lines.append(json.loads(line))
+    return lines
+
+
 class _Runner:
     """Runs combinations, each in a run folder of its own that is removed afterwards."""
 
@@ -210,8 +220,7 @@ class _Runner:
                         failure = error
                 if failure is not None:
                     break
-            path = folder / LINES
-            lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+            lines = read_lines(folder / LINES)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return lines, time.monotonic() - began, failure

@@ -22,8 +22,17 @@ REFUSED = [
     (("layout.dp=9",), "layout.dp", "train.leaves = 8"),
     (("train.leaves=0",), "train.leaves", ""),
     (("model.heads=3",), "model.heads", "heads that work: 1, 2, 4, 8, 16"),
-    (("layout.pp=2",), "layout.pp", ""),  # with fewer micro-batches than stages, once it is built
-    (("layout.tp=2",), "layout.tp", ""),
+    (("train.leaves=5", "train.accumulate=1", "layout.pp=2"), "layout.pp = 2", "it must be at most 1, "),
+    (("train.leaves=5", "train.accumulate=1", "layout.pp=2"), "layout.pp = 2", "5 // layout.dp 4 x train.accumulate 1"),
+    (("layout.dp=8", "layout.pp=3"), "layout.pp = 3", "set layout.pp to 2 or less, layout.dp to 4 or less, or "),
+    (("layout.dp=8", "layout.pp=3"), "layout.pp = 3", "or train.accumulate to 3 or more"),
+    (("layout.pp=4",), "layout.pp = 4", "at most model.layers + 2 = 3"),
+    (("layout.pp=4",), "layout.pp = 4", "or model.layers to 2"),
+    (("layout.pp=3",), "layout.pp = 3", "not built yet"),  # the numbers are right
+    (("layout.tp=2",), "layout.tp = 2", "tp that works: 1; or set model.slices to 2"),
+    (("layout.tp=3",), "layout.tp = 3", "tp that works: 1"),
+    (("model.slices=3",), "model.slices = 3", "take 2 or 4"),
+    (("model.slices=4",), "model.slices = 4", "slices that work: 1, 2"),
 ]
 
 

@@ -121,8 +121,9 @@ def test_case_8_a_disk_that_fills(disk, tmp_path, reference, left):
     assert path == run.checkpoint(newest) and reasons == []
     assert f"the newest checkpoint is that of step {newest}; resume with: " in run.errors
     if not left:
-        assert run.train(resume=True) == 2
+        assert run.train(resume=True) == 2, run.errors
         assert "No space left" in run.errors or "free some space" in one_line(run)
+        assert list(run.folder.glob("run.fence.*")) == []
     (folder / "ballast").unlink()
     assert run.train(resume=True) == 0
     assert run.result() == reference(*LONG)

@@ -8,6 +8,7 @@ import os
 import random
 import shlex
 import signal
+import subprocess
 import time
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from onecurve.checkpoint import latest_checkpoint
 from onecurve.train import run as run_module
 from tests.badday.commands import Command
+from tests.commands import command, environment
 
 EVALUATED = ("train.steps=40", "observe.eval_every=6", "checkpoint.every_steps=4")
 PLACES = ["forward", "exchange", "evaluation", "save", "save.begin", "save.write", "save.commit", "save.rename"]
@@ -97,6 +99,27 @@ def test_a_second_signal_ends_at_once_and_the_last_checkpoint_is_whole(new_run, 
     assert path is not None and reasons == []
     assert run.train(resume=True) == 0
     assert run.result() == reference()
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_signals_without_end_after_the_state_is_saved(new_run, name):
+    """In a fresh interpreter, to the last moment of its own ending: what is saved and said stays so."""
+    run = new_run("train.steps=100000", "checkpoint.every_steps=1000")
+    settings = [part for text in run.sets for part in ("--set", text)]
+    arguments = command("train", run.config, "--run", run.folder, *settings)
+    signum = signal.Signals[f"SIG{name}"]
+    with subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        run.last = process
+        run.wait_for_row(3)
+        process.send_signal(signum)
+        while not run.events("signal"):
+            time.sleep(0.001)
+        while process.poll() is None:
+            process.send_signal(signum)
+            time.sleep(0.0005)
+        errors = process.stderr.read()
+    assert process.returncode == 75, errors
+    assert f"stopped at step {run.steps[-1]} of 100000{RESUME}" in errors, errors
 
 
 def test_in_the_last_evaluation(new_run, reference):

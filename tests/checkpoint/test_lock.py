@@ -139,7 +139,7 @@ def test_each_owner_has_a_token_of_its_own(tmp_path):
 
 def test_a_place_that_can_not_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotWritable, match="can't be used as a run folder"):
+    with pytest.raises(NotWritable, match="file: it is a file, not a folder"):
         RunLock(tmp_path / "file").acquire()
     assert NotWritable.exit_code == FolderInUse.exit_code == 2
 

@@ -1,11 +1,5 @@
 """Copies elsewhere: verified when made, verified when fetched, and never a reason to stop."""
 
-import importlib.util
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 import uuid
 
 import pytest
@@ -169,42 +163,6 @@ def test_secrets_are_not_shown(tmp_path):
     with pytest.raises(MirrorFailed) as info:
         Remote("nosuch://user:hunter2@host/x")
     assert "hunter2" not in str(info.value)
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    """An S3-compatible server on loopback, in a process of its own."""
-    for package in ("moto", "s3fs", "flask"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package}: pip install 'moto[server]' s3fs")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    endpoint = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                urllib.request.urlopen(endpoint, timeout=1)
-                break
-            except OSError:
-                assert time.monotonic() < deadline and server.poll() is None
-                time.sleep(0.1)
-        for key, value in {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL": endpoint,
-                           "AWS_DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
-            monkeypatch.setenv(key, value)
-        import s3fs
-
-        s3fs.S3FileSystem(endpoint_url=endpoint).mkdir("bucket")
-        yield "s3://bucket/runs/one"
-    finally:
-        server.terminate()
-        server.wait(10)
 
 
 @pytest.mark.slow

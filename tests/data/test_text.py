@@ -116,7 +116,7 @@ def test_what_is_no_corpus(tmp_path, folder):
         refused(folder, MANIFEST, "no corpus manifest")
     (folder / MANIFEST).unlink()
     (folder / MANIFEST).mkdir()
-    refused(folder, MANIFEST, "can't be read")
+    refused(folder, MANIFEST, "it is a folder, not a file")
 
 
 def test_a_changed_manifest_is_refused(folder):

@@ -141,13 +141,15 @@ def test_refusals(runs: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
         if name == "link":
             (tmp_path / name).symlink_to("nothing")
         assert "exists already" in refused(capsys, run, tmp_path / name)
-    for out in (file / "x", "/proc/x"):
-        assert "can't be written" in refused(capsys, run, out)
-    for place in (tmp_path, tmp_path / "nowhere", file, "", "@2"):
+    assert "file is not a folder" in refused(capsys, run, file / "x")
+    assert "can't be written" in refused(capsys, run, "/proc/x")
+    for place in (tmp_path, tmp_path / "nowhere", file):
         assert "no run there" in refused(capsys, place, tmp_path / "new")
+    assert "names no run" in refused(capsys, "@2", tmp_path / "new")
+    assert "is empty" in refused(capsys, "", tmp_path / "new")
     for place in ("x" * 300, "x" * 300 + "@2"):
         line = refused(capsys, place, tmp_path / "new")
-        assert line.startswith("onecurve: xxx") and "can't be read (File name too long)" in line
+        assert line.startswith("onecurve: xxx") and "no run there (it is longer than a name may be)" in line
     line = refused(capsys, run, tmp_path / "new", "--format", "gguf")
     assert "gguf" in line and "transformers and safetensors" in line
     broken = Path(shutil.copytree(runs["bpe"], tmp_path / "broken"))

@@ -68,6 +68,16 @@ def test_two_threads_start_fresh_interpreters(tmp_path):
     assert run_ranks(worker, 2, folder=tmp_path, threads=2) == [[3.0, 2]] * 2
 
 
+def exposed(context, secret):
+    """Whether `secret` is in what other users, or the rank's children, can read of this process."""
+    return [secret.encode() in Path(f"/proc/self/{name}").read_bytes() for name in ("cmdline", "environ")]
+
+
+def test_a_workers_arguments_are_not_on_a_command_line(tmp_path):
+    """`ps` shows it to everybody, and a mirror's URL may hold a password."""
+    assert run_ranks(functools.partial(exposed, secret="hunter2"), 2, folder=tmp_path, threads=2) == [[False] * 2] * 2
+
+
 def test_fresh_interpreters_report_errors_alike(tmp_path):
     with pytest.raises(RunFailed, match="rank 0 failed: ValueError"):
         run_ranks(functools.partial(sum_over_ranks, factor="x"), 1, folder=tmp_path, start="spawn")

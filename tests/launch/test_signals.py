@@ -1,12 +1,14 @@
 """SIGTERM and SIGINT to anybody: all ranks agree on a step, save, and the command ends with 75. Nothing hangs."""
 
+import contextlib
 import os
 import signal
 import time
 
 import pytest
 
-from onecurve.launch import run_ranks
+from onecurve.errors import Stopped
+from onecurve.launch import rank, run_ranks
 from tests.launch.helpers import Command, announce, leftovers, rank_pids, stepping_worker
 
 RUNS = 10
@@ -30,7 +32,8 @@ def test_one_signal_stops_all_at_one_step(tmp_path, target, signum):
         else:
             chosen = {"parent": [command.pid], "rank": [pids[run % 3]], "everybody": [command.pid, *pids]}[target]
             for pid in chosen:
-                os.kill(pid, signum)
+                with contextlib.suppress(ProcessLookupError):  # ended already: the first signal was for all
+                    os.kill(pid, signum)
         assert command.wait(10) == 75
         assert len(saved_steps(folder, 3)) == 1
         (step,) = saved_steps(folder, 3)
@@ -65,6 +68,38 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert command.wait() == 75
     assert time.monotonic() - started < 1
     assert command.outcome.startswith("ended at once by SIGINT")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_second_signal_when_all_have_stopped_changes_nothing(tmp_path):
+    """They wait for each other to leave: one is late."""
+
+    def late(context):
+        announce(context)
+        while not context.stop_requested:
+            time.sleep(0.01)
+        raise Stopped("stopped at step 3 of 5")
+
+    def main():
+        real = rank._leave_together
+
+        def slowly(seat, board, code):
+            if seat.rank == 1:
+                (tmp_path / "said").touch()
+                time.sleep(60)
+            return real(seat, board, code)
+
+        rank._leave_together = slowly
+        run_ranks(late, 2, folder=tmp_path)
+
+    command = Command(main, tmp_path)
+    rank_pids(tmp_path, 2)
+    os.kill(command.pid, signal.SIGTERM)
+    time.sleep(0.4)
+    assert (tmp_path / "said").exists()
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait(3) == 75
+    assert command.outcome == "stopped at step 3 of 5"
     assert leftovers(tmp_path) == []
 
 

@@ -5,7 +5,14 @@ import random
 import pytest
 import torch
 
-from onecurve.parallel.tree import TreeSum, aligned_partials, contiguous_leaves, tree_sum
+from onecurve.parallel.tree import (
+    TreeSum,
+    aligned_partials,
+    contiguous_leaves,
+    counter_states,
+    strided_leaves,
+    tree_sum,
+)
 
 LEAVES = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
 
@@ -119,3 +126,17 @@ def test_what_was_not_writable_stays_as_it_was():
         tree.push(leaf, 1, value, writable=False)
     tree.total()
     assert all(torch.equal(a, b) for a, b in zip(values, kept, strict=True))
+
+
+def test_leaves_are_cut_as_the_stages_need_them():
+    assert [list(contiguous_leaves(8, 3, r)) for r in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert [list(strided_leaves(8, 3, r)) for r in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    for cut in (contiguous_leaves, strided_leaves):
+        for width in range(1, 9):
+            assert sorted(leaf for r in range(width) for leaf in cut(8, width, r)) == list(range(8))
+
+
+def test_a_counter_holds_one_partial_for_each_aligned_range():
+    assert [len(state) for state in counter_states(range(4))] == [1, 1, 2, 1]
+    assert [len(state) for state in counter_states(range(1, 4))] == [1, 2, 2]  # 1 | 2+3: not aligned, two partials
+    assert aligned_partials(range(0)) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onecurve.config import Config, load_config
-from onecurve.report.plan import counter_sizes, leaves_of, parameters, plan_lines, rank_costs
+from onecurve.report.plan import parameters, plan_lines, rank_costs
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
@@ -59,26 +59,6 @@ def test_padding_is_named_where_the_ranks_do_not_divide() -> None:
     assert costs[0].optimizer == 12 * 29_824 // 3 and costs[0].padding > 0
 
 
-def test_leaves_are_cut_as_the_stages_need_them() -> None:
-    assert [leaves_of(8, 3, r, 1) for r in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
-    assert [leaves_of(8, 3, r, 2) for r in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    for width in range(1, 9):
-        for zero in range(4):
-            assert sorted(leaf for r in range(width) for leaf in leaves_of(8, width, r, zero)) == list(range(8))
-
-
-def test_counters_hold_what_the_tree_holds() -> None:
-    assert counter_sizes([0, 1, 2, 3]) == [1, 1, 2, 1]
-    assert counter_sizes([1, 2, 3]) == [1, 2, 2]  # 1 | 2+3: not aligned, two partials
-    tree = pytest.importorskip("onecurve.parallel.tree")
-    for leaves in range(1, 13):
-        for width in range(1, leaves + 1):
-            for rank in range(width):
-                run = tree.contiguous_leaves(leaves, width, rank)
-                assert leaves_of(leaves, width, rank, 1) == list(run)
-                assert counter_sizes(list(run))[-1] == len(tree.aligned_partials(run))
-
-
 def test_more_leaves_than_ranks_need_more_gradient_buffers() -> None:
     p = 29_824
     for leaves, buffers in ((4, 1), (8, 2), (16, 3), (32, 4)):
@@ -91,6 +71,11 @@ def test_the_text_says_what_is_out_of_balance_and_what_would_be_in() -> None:
     assert "4 leaves on 3 ranks: the busiest runs 2" in text and "67%" in text and "1, 2, 4" in text
     assert "29,824 parameters" in text and "349.5 KiB per checkpoint" in text and "keep + 1: 1.4 MiB" in text
     assert "none waits" in "\n".join(plan_lines(Config()))
+
+
+def test_the_widest_curve_is_planned_in_seconds() -> None:
+    wide = ["train.leaves=65536", "layout.dp=2048", "layout.zero=2", "train.micro_batch=1"]
+    assert "2048 ranks" in "\n".join(plan_lines(load_config(DEMO, wide)))
 
 
 def test_every_layout_of_a_wide_curve_can_be_planned() -> None:

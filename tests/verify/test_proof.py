@@ -12,7 +12,7 @@ from onecurve.errors import RunFailed
 from onecurve.train.run import train
 from onecurve.verify import controls, prove
 from onecurve.verify.matrix import Combination, Kill, Leg, full_matrix, reference
-from onecurve.verify.proof import compare
+from onecurve.verify.proof import compare, read_lines
 from tests.controls import ODD, layouts
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -49,6 +49,13 @@ def test_a_rewound_run_must_end_where_the_reference_ends():
     rewound = {1: [line(1, "0x1p+5"), line(1)], 2: [line(2)]}
     assert compare(rewound, [line(1, "0x1p+5"), line(1), line(2)]) is None
     assert compare(rewound, [line(1), line(2), line(1, "0x1p+5")]) is not None
+
+
+def test_a_line_that_a_full_disk_tore_is_left_out(tmp_path):
+    path = tmp_path / "lines"
+    assert read_lines(path) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo{"step": 4}\n')
+    assert read_lines(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_quick_on_the_demo(tmp_path, capsys):
