@@ -71,6 +71,7 @@ class GatheredWeights:
         self._idle = set(self._order) - set(trained.unit_of_use.values())  # only read what other units hold
         self._in_backward: dict[str, None] = {}  # units in the order in which their backward began
         self._awaited: Counter[str] = Counter()  # inputs of a unit's calls whose gradients are not there yet
+        self._inputless: set[str] = set()  # units with a call whose inputs take no gradient
         self._complete: set[str] = set(self._idle)  # units whose parameters have all their gradients
         for unit in self._order:
             module = trained.modules[unit]
@@ -93,13 +94,15 @@ class GatheredWeights:
     def gradients_done(self, unit: str) -> None:
         """The parameters of `unit` have all their gradients of this backward."""
         self._complete.add(unit)
-        self._release_if_over(unit)
+        for reader in [reader for reader in self._in_backward if unit in (reader, *self._needs[reader])]:
+            self._release_if_over(reader)
 
     def end_backward(self) -> None:
         """Release what is left: units whose inputs or parameters got no gradient."""
         while self._in_backward:
             self._release(self._in_backward.popitem()[0])
         self._awaited.clear()
+        self._inputless.clear()
         self._complete = set(self._idle)
         for weights in self.spaces:
             if weights.prefetched:  # for a unit that backward then skipped
@@ -136,10 +139,12 @@ class GatheredWeights:
             self._prefetch(unit, +1)
             # A recomputation inside this unit's backward gets no gradients at its inputs.
             if torch.is_grad_enabled() and unit not in self._in_backward:
-                for tensor in tree_leaves((args, kwargs)):
-                    if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        self._awaited[unit] += 1
-                        tensor.register_hook(lambda _: self._input_done(unit))
+                inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+                self._awaited[unit] += len(inputs)
+                for tensor in inputs:
+                    tensor.register_hook(lambda _: self._input_done(unit))
+                if not inputs:
+                    self._inputless.add(unit)
 
         return hook
 
@@ -164,7 +169,10 @@ class GatheredWeights:
         self._release_if_over(unit)
 
     def _release_if_over(self, unit: str) -> None:
-        if unit in self._in_backward and unit in self._complete and self._awaited[unit] <= 0:
+        # An input's gradient comes when all of the call's backward is done. Where there is none, only the gradients of
+        # what the unit reads tell so, other units' parameters among them.
+        awaited = self._needs[unit] if unit in self._inputless else []
+        if unit in self._in_backward and self._complete.issuperset((unit, *awaited)) and self._awaited[unit] <= 0:
             del self._in_backward[unit]
             self._release(unit)
             self._prefetch_backward()

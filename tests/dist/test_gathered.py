@@ -55,12 +55,44 @@ class Recomputed(Base):
         return checkpoint(partial(super().forward, step=step, leaf=leaf, micro=micro), x, use_reentrant=False)
 
 
+class Reader(nn.Module):
+    """It reads twice what another unit holds, and then something of its own."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x):
+        return self.norm(torch.tanh(F.linear(torch.tanh(F.linear(x, self.weight)), self.weight)))
+
+
+class ReadByOthers(Base):
+    """A weight that a unit without inputs of a gradient reads of another unit, whose forward never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.holder = Part(40)
+        self.reader = Reader(self.holder.weight)
+
+    def forward(self, x, step, leaf, micro):
+        return super().forward(self.reader(x), step, leaf, micro)
+
+
+class ReadBesides(ReadByOthers):
+    """The same, of a unit whose backward comes later."""
+
+    def forward(self, x, step, leaf, micro):
+        held = self.holder(x)
+        return Base.forward(self, held + self.reader(x), step, leaf, micro)
+
+
 def stages(context, make, which=(0, 1, 2, 3)):
     mesh = Mesh(dp=context.world, limit=20.0)
     return [train(mesh, make, loss_of, stage=stage, leaves=5, accumulate=2) for stage in which]
 
 
-@pytest.mark.parametrize("make", [Detached, Dataclasses, Recomputed])
+@pytest.mark.parametrize("make", [Detached, Dataclasses, Recomputed, ReadByOthers, ReadBesides])
 def test_every_stage_is_one_curve(make):
     (alone,) = run_dist(stages, 1, make)
     assert alone == [alone[0]] * 4
