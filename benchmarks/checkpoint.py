@@ -91,7 +91,7 @@ def measure_rank(context: RankContext, elements: int, rounds: int, scratch: Path
     mesh = Mesh(dp=context.world)
     optimizer = ZeroOptimizer(nn.Linear(elements // 1024, 1024, bias=False), mesh, stage=1, leaves=mesh.dp)
     for state in STATE:
-        getattr(optimizer, state).copy_(torch.rand(optimizer.share.local))
+        getattr(optimizer, state).copy_(torch.rand(optimizer.partition.local))
     systems = {
         OURS: our_actions(mesh, optimizer, scratch / OURS),
         PEER: peer_actions(mesh, optimizer, scratch / PEER),

@@ -30,7 +30,7 @@ def unordered(optimizer: ZeroOptimizer) -> ZeroOptimizer:
 
     def reduce() -> list[tuple[int, Tensor]]:
         (mine,) = (partial.tensor for partial in gradients._tree.partials())
-        own = mine.new_empty(optimizer.share.local)
+        own = mine.new_empty(optimizer.partition.local)
         _reduce_scatter(own, mine)
         gradients._tree.clear()
         gradients._free[:] = gradients._buffers

@@ -19,7 +19,7 @@ from onecurve.parallel import Mesh, ZeroOptimizer
 
 ROWS = (
     "compute", "step", "  forward", "  backward", "    begin", "    end", "  reduce", "    exchange, waiting included",
-    "  verdict", "    norm", "    share, waiting included", "  update", "    AdamW", "    refresh weights",
+    "  verdict", "    norm", "    messages, waiting included", "  update", "    AdamW", "    refresh weights",
     "      all-gather, waiting included",
 )  # fmt: skip
 
@@ -51,7 +51,8 @@ class Clock:
             (optimizer.model, "forward", "  forward"), (optimizer, "backward", "  backward"),
             (gradients, "begin", "    begin"), (gradients, "end", "    end"), (gradients, "reduce", "  reduce"),
             (transport, "exchange", "    exchange, waiting included"), (optimizer._agreement, "reach", "  verdict"),
-            (optimizer._agreement._norm, "message", "    norm"), (transport, "share", "    share, waiting included"),
+            (optimizer._agreement._norm, "message", "    norm"),
+            (transport, "all_gather_bytes", "    messages, waiting included"),
             (optimizer, "_update", "  update"), (rule, "update", "    AdamW"),
             (weights, "refresh", "    refresh weights"),
             (transport, "all_gather", "      all-gather, waiting included"),

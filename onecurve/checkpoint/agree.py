@@ -15,14 +15,14 @@ T = TypeVar("T")
 Message = tuple[dict[str, Any], bytes]
 
 
-class Shares(Protocol):
+class RankGroup(Protocol):
     """The part of a mesh that checkpoints use."""
 
     @property
     def rank(self) -> int: ...
     @property
     def world(self) -> int: ...
-    def share(self, payload: bytes) -> list[bytes]: ...
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]: ...
 
 
 class Alone:
@@ -31,7 +31,7 @@ class Alone:
     rank = 0
     world = 1
 
-    def share(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 
 
@@ -60,12 +60,12 @@ def attempt(
 
 
 def agree(
-    mesh: Shares, header: dict[str, Any] | None = None, blob: bytes = b"", error: CheckpointError | None = None
+    mesh: RankGroup, header: dict[str, Any] | None = None, blob: bytes = b"", error: CheckpointError | None = None
 ) -> list[Message]:
     """Collective. Every rank's (header, blob) in rank order; or, if any rank brought an error, the error of the lowest
     such rank, raised on all of them with the same type and text."""
     told = None if error is None else {"kind": type(error).__name__, "text": str(error)}
-    messages = [unpack(p) for p in mesh.share(pack({"error": told, "body": header or {}}, blob))]
+    messages = [unpack(p) for p in mesh.all_gather_bytes(pack({"error": told, "body": header or {}}, blob))]
     for rank, (message, _) in enumerate(messages):
         if message["error"] is not None:
             if rank == mesh.rank and error is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from onecurve.checkpoint.agree import Shares, agree, attempt
+from onecurve.checkpoint.agree import RankGroup, agree, attempt
 from onecurve.checkpoint.errors import save_error
 from onecurve.checkpoint.holdings import Saveable
 from onecurve.checkpoint.lock import Fence
@@ -57,7 +57,7 @@ class Checkpointer:
         if keep < MIN_KEEP:
             raise InputError(f"checkpoint.keep = {keep}: at least {MIN_KEEP}")
         self.folder, self.optimizer, self.background, self.keep = folder, optimizer, background, keep
-        self.mesh: Shares = optimizer.mesh
+        self.mesh: RankGroup = optimizer.mesh
         self.fence, self.mirror, self.alive = fence, mirror, alive
         self.patience = patience
         self._scratch: list[np.ndarray] = []
@@ -124,7 +124,7 @@ class Checkpointer:
         committed = self.drain()
         moved, since = -1, time.monotonic()
         # The ranks that wait are alive. That a copy hangs is no fault of theirs, so it is given up and not blamed.
-        while any(busy == b"1" for busy in self.mesh.share(b"1" if self._copying else b"0")):
+        while any(busy == b"1" for busy in self.mesh.all_gather_bytes(b"1" if self._copying else b"0")):
             self.alive("copy to the mirror")
             time.sleep(PAUSE)
             if self.mirror is not None and self._copying:

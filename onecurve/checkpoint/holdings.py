@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onecurve.checkpoint.agree import Shares, agree
+from onecurve.checkpoint.agree import RankGroup, agree
 from onecurve.checkpoint.manifest import KINDS
 from onecurve.checkpoint.shard import Spec, floats, from_bytes, raw
 
@@ -95,7 +95,7 @@ def snapshot(
     return scratch, packed
 
 
-def gather_extras(mesh: Shares, own: dict[str, Tensor], known: Sequence[Iterable[str]]) -> dict[str, Tensor]:
+def gather_extras(mesh: RankGroup, own: dict[str, Tensor], known: Sequence[Iterable[str]]) -> dict[str, Tensor]:
     """On rank 0 all extras of the job, in the order of their names; elsewhere none. `known[rank]`: who has which.
 
     Rank 0 stores its own. What only others have (a buffer of a later pipeline stage) comes from the lowest such rank:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from onecurve import faults
-from onecurve.checkpoint.agree import Alone, Shares, agree, attempt
+from onecurve.checkpoint.agree import Alone, RankGroup, agree, attempt
 from onecurve.checkpoint.digest import Part, combine, digest_part, nodes, slots_of
 from onecurve.checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from onecurve.checkpoint.holdings import Saveable, owned_places
@@ -88,7 +88,7 @@ def load_checkpoint(
 
 def latest_checkpoint(
     folder: Path,
-    mesh: Shares | None = None,
+    mesh: RankGroup | None = None,
     *,
     curve_id: str | None = None,
     finite: bool = False,
@@ -122,7 +122,7 @@ def latest_checkpoint(
     return None, reasons
 
 
-def hash_problems(path: Path, manifest: Manifest, mesh: Shares, alive: Alive = silent) -> list[str]:
+def hash_problems(path: Path, manifest: Manifest, mesh: RankGroup, alive: Alive = silent) -> list[str]:
     """Collective: compare every file's sha256, largest files first, each rank taking from the least loaded."""
     load = [0] * mesh.world
     mine: list[FileEntry] = []
@@ -140,7 +140,7 @@ def hash_problems(path: Path, manifest: Manifest, mesh: Shares, alive: Alive = s
     return sorted(p for message, _ in told for p in message["problems"])
 
 
-def _share_manifest(path: Path, mesh: Shares, curve_id: str | None) -> Manifest:
+def _share_manifest(path: Path, mesh: RankGroup, curve_id: str | None) -> Manifest:
     """Collective: the manifest of a folder that has the right files, sizes and headers; errors are the same on all."""
 
     def read() -> tuple[bytes, bytes]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from onecurve.checkpoint.agree import Shares
+from onecurve.checkpoint.agree import RankGroup
 
 PAUSE = 0.1
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Task:
         return self._result
 
 
-def wait_for_all(mesh: Shares, task: Task, alive: Alive, what: str) -> None:
+def wait_for_all(mesh: RankGroup, task: Task, alive: Alive, what: str) -> None:
     """Collective: until every rank's task is done. `what` this rank is in, for its signs of life."""
     moved = -1
     while True:
@@ -73,11 +73,11 @@ def wait_for_all(mesh: Shares, task: Task, alive: Alive, what: str) -> None:
         if done or task.moved != moved:
             moved = task.moved
             alive(what)
-        if all(told == b"1" for told in mesh.share(b"1" if done else b"0")):
+        if all(told == b"1" for told in mesh.all_gather_bytes(b"1" if done else b"0")):
             return
 
 
-def together(mesh: Shares, work: Callable[[Count], T], alive: Alive, what: str) -> T:
+def together(mesh: RankGroup, work: Callable[[Count], T], alive: Alive, what: str) -> T:
     """Collective: each rank's `work`, which calls back with the bytes that it has moved; its result here."""
     task = Task()
     task.start(lambda: work(task.count))

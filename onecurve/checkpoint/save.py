@@ -27,7 +27,7 @@ from torch import Tensor
 
 from onecurve import __version__, faults
 from onecurve.checkpoint import store
-from onecurve.checkpoint.agree import Message, Shares, agree, attempt
+from onecurve.checkpoint.agree import Message, RankGroup, agree, attempt
 from onecurve.checkpoint.digest import Part, combine, digest_part, slots_of
 from onecurve.checkpoint.errors import CheckpointError, SaveFailed, save_error
 from onecurve.checkpoint.holdings import (
@@ -79,7 +79,7 @@ class PendingSave:
     ) -> None:
         self.folder, self.step, self.fence, self.background = folder, step, fence, background
         self._moved = count  # is told of the bytes that are hashed and written
-        self.mesh: Shares = optimizer.mesh
+        self.mesh: RankGroup = optimizer.mesh
         self.rank = self.mesh.rank
         self.table, self.updates = optimizer.table, optimizer.updates
         axes = {axis: getattr(self.mesh, axis) for axis in ("dp", "tp", "pp") if hasattr(self.mesh, axis)}
@@ -240,7 +240,7 @@ class PendingSave:
             _, left = attempt(partial(store.discard, temp), partial(save_error, 0, f"can't remove {temp}"))
             if left is not None:
                 error.args = (f"{error} (and then {left})",)
-        self.mesh.share(b"")
+        self.mesh.all_gather_bytes(b"")
 
 
 class _Inline:

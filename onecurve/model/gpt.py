@@ -106,7 +106,7 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """Decoder-only language model; int64 tokens [B, T] -> logits [B, T, V].
 
-    With `tied`, `head.weight` and `embedding.token` are two parameters over one storage: two gradient leaves, so that
+    With `tied`, `head.weight` and `embedding.token` are two parameters over one storage, with two gradients, so that
     each use can be reduced on its own before the two are added (see docs/determinism.md). `tied_uses` maps the second
     name to the first.
     """

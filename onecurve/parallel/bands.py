@@ -1,4 +1,4 @@
-"""The gradient space: where each gradient leaf lies, and which flat positions it belongs to.
+"""The gradient space: where the gradient of each parameter lies, and which flat positions it belongs to.
 
 It is the flat space of the ownership table, followed by one region for each tied second use: those are reduced on their
 own and added to the first use once, at the end.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onecurve.parallel.ownership import PIECE_ALIGN, Share, round_up
+from onecurve.parallel.ownership import PIECE_ALIGN, Partition, round_up
 from onecurve.parallel.transports import Route
 from onecurve.parallel.units import Trained
 
@@ -25,22 +25,22 @@ class Band:
     length: int
     tied: bool = False
 
-    def routes(self, share: Share, base: int = 0) -> list[Route]:
+    def routes(self, partition: Partition, base: int = 0) -> list[Route]:
         """Each rank's part, as positions in a buffer that begins at `base` of the gradient space."""
         shift = self.source - self.target - base
-        return [(lo + shift, hi + shift) for lo, hi in share.routes(self.target, self.target + self.length)]
+        return [(lo + shift, hi + shift) for lo, hi in partition.routes(self.target, self.target + self.length)]
 
 
 class GradientSpace:
-    """Where each gradient leaf lies, and the bands that cover the space."""
+    """Where the gradient of each parameter lies, and the bands that cover the space."""
 
-    def __init__(self, share: Share, trained: Trained) -> None:
-        self.share = share
+    def __init__(self, partition: Partition, trained: Trained) -> None:
+        self.partition = partition
         self.gradients_of = trained.gradients_of
-        self.start = {name: share.piece_of[name].start for name in trained.parameters}
+        self.start = {name: partition.piece_of[name].start for name in trained.parameters}
         self.unit_of = trained.unit_of_use
         self.tied_bands = []
-        self.size = share.flat
+        self.size = partition.flat
         for name, (p, first) in trained.tied.items():
             self.start[name] = self.size
             self.tied_bands.append(Band(self.unit_of[name], self.size, self.start[first], p.numel(), tied=True))
@@ -49,7 +49,7 @@ class GradientSpace:
         self.units = [unit for unit in trained.modules if unit in used]
         self.unit_bands: dict[str, list[Band]] = {}
         for unit in self.units:
-            lo, hi = share.unit_range(unit)
+            lo, hi = partition.unit_range(unit)
             tied = [band for band in self.tied_bands if band.unit == unit]
             self.unit_bands[unit] = ([Band(unit, lo, lo, hi - lo)] if hi > lo else []) + tied
 
@@ -63,8 +63,8 @@ class GradientSpace:
 
 
 class Pool:
-    """Tensors of one shape that are made once and used again. One that was made elsewhere (what a transport received)
-    is let go when it is given: kept, it would stay alive beside the tensors that are counted."""
+    """Tensors of one shape that are made once and used again. Only those that the pool made come back to it: what a
+    transport received would stay alive beside the tensors that are counted."""
 
     def __init__(self) -> None:
         self.every: list[Tensor] = []

@@ -70,21 +70,21 @@ class ContiguousGradients:
 
     def reduce(self) -> list[tuple[int, Tensor]]:
         """(local position, summed gradient) of what this rank owns. At stage 0, of everything. Collective."""
-        share, transport = self._space.share, self._transport
+        partition, transport = self._space.partition, self._transport
         mine = [partial.tensor for partial in self._tree.partials()]
-        (main,) = share.spaces
+        (main,) = partition.spaces
         own = mine[0][transport.rank * main.width : (transport.rank + 1) * main.width]
-        self._sum(Band("", 0, 0, share.flat), mine, own)
+        self._sum(Band("", 0, 0, partition.flat), mine, own)
         for band in self._space.tied_bands:
-            lo, hi = band.routes(share)[transport.rank]
+            lo, hi = band.routes(partition)[transport.rank]
             use = mine[0][lo:hi]
             self._sum(band, mine, use)
             begin = lo - band.source + band.target - transport.rank * main.width
             own[begin : begin + hi - lo].add_(use)
         self._tree.clear()
         self._free[:] = self._buffers  # safe: the next operation comes before the next leaf's first write
-        if share.replicated:
-            whole = mine[0][: share.flat]
+        if partition.replicated:
+            whole = mine[0][: partition.flat]
             transport.all_gather(whole, own)()
             return [(0, whole)]
         return [(0, own)]
@@ -96,7 +96,7 @@ class ContiguousGradients:
         """Exchange `band` and add this rank's part of it into `out`, in the tree."""
         transport = self._transport
         done = 0
-        for routes in self._stripes(band.routes(self._space.share)):
+        for routes in self._stripes(band.routes(self._space.partition)):
             received = transport.exchange(mine, self._counts, routes)
             length = routes[transport.rank][1] - routes[transport.rank][0]
             for begin in range(0, length, BLOCK):

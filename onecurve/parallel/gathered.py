@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from onecurve.errors import UsageError
-from onecurve.parallel.ownership import Share
+from onecurve.parallel.ownership import Partition
 from onecurve.parallel.transports import Transport
 from onecurve.parallel.units import Trained
 from onecurve.parallel.weights import Absent, SpaceWeights
@@ -55,14 +55,14 @@ class Journal:
 class GatheredWeights:
     """The units' weights on this rank, and the hooks that bring them."""
 
-    def __init__(self, share: Share, trained: Trained, transport: Transport, journal: Journal) -> None:
-        self._share = share
+    def __init__(self, partition: Partition, trained: Trained, transport: Transport, journal: Journal) -> None:
+        self._partition = partition
         self._journal = journal
         self._absent = Absent()
         self.by_unit: dict[str, SpaceWeights] = {}
-        for space in share.spaces:
+        for space in partition.spaces:
             (unit,) = space.units
-            pieces = [p for p in share.pieces if p.unit == unit]
+            pieces = [p for p in partition.pieces if p.unit == unit]
             self.by_unit[unit] = SpaceWeights(space, pieces, trained, transport, self._absent)
         self.spaces = list(self.by_unit.values())
         self.most_gathered = 0  # bytes of whole units that were here at once
@@ -83,7 +83,7 @@ class GatheredWeights:
 
     def refresh(self, master: Tensor) -> None:
         """Round this rank's masters into its shards; units are gathered when they are next used."""
-        for space, weights in zip(self._share.spaces, self.spaces, strict=True):
+        for space, weights in zip(self._partition.spaces, self.spaces, strict=True):
             weights.shard.copy_(master[space.local : space.local + space.width])
             weights.free()
 

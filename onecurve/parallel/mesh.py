@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from onecurve.errors import InputError
 from onecurve.parallel.shared import SharedMemory
-from onecurve.parallel.transports import AllToAll, PointToPoint, Solo, Transport, share_any
+from onecurve.parallel.transports import AllToAll, PointToPoint, Solo, Transport, all_gather_any
 
 TRANSPORTS = ("auto", "shm", "alltoall", "p2p")
 
@@ -34,7 +34,9 @@ class Mesh:
         self.tp_rank = self.rank % tp
         self.dp_rank = self.rank // tp % dp
         self.pp_rank = self.rank // (tp * dp)
-        self.transport: Transport = PointToPoint(self.rank, self.world)  # needs nothing yet; `share` below goes over it
+        self.transport: Transport = PointToPoint(
+            self.rank, self.world
+        )  # needs nothing yet; `all_gather_bytes` below goes over it
         self.transport_name, self.transport = self._make_transport(transport, limit)
 
     def _make_transport(self, name: str, limit: float) -> tuple[str, Transport]:
@@ -42,21 +44,21 @@ class Mesh:
             raise InputError(f"layout.transport = {name!r}: allowed are {', '.join(TRANSPORTS)}")
         if self.world == 1:
             return "none", Solo()
-        local = sys.platform == "linux" and len(set(self.share(_host()))) == 1
+        local = sys.platform == "linux" and len(set(self.all_gather_bytes(_host()))) == 1
         if name == "shm" and not local:
             raise InputError('layout.transport = "shm" needs all ranks on one Linux host; use "auto"')
         if name == "shm" or (name == "auto" and local):
-            return "shm", SharedMemory(self.rank, self.world, self.share, limit)
+            return "shm", SharedMemory(self.rank, self.world, self.all_gather_bytes, limit)
         if name == "alltoall":
             return name, AllToAll(self.rank, self.world)
         return "p2p", PointToPoint(self.rank, self.world)
 
-    def share(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order. Collective over all ranks; for rare, small things."""
-        return share_any(payload, self.transport.share) if self.world > 1 else [payload]
+        return all_gather_any(payload, self.transport.all_gather_bytes) if self.world > 1 else [payload]
 
     def barrier(self) -> None:
-        self.share(b".")
+        self.all_gather_bytes(b".")
 
 
 def _host() -> bytes:

@@ -68,8 +68,8 @@ class SharedNorm:
     Takes one round where the maximum has the exponent of the last time, which is the rule, else two.
     """
 
-    def __init__(self, share: Callable[[bytes], list[bytes]]) -> None:
-        self._share = share
+    def __init__(self, all_gather_bytes: Callable[[bytes], list[bytes]]) -> None:
+        self._all_gather_bytes = all_gather_bytes
         self._expected = 1.0
 
     def message(self, mine: Sequence[Tensor]) -> bytes:
@@ -86,7 +86,7 @@ class SharedNorm:
             return maximum
         moved = math.frexp(maximum)[1] != math.frexp(self._expected)[1]
         self._expected = maximum
-        squares = self._share(self._squares(mine)) if moved else [own for _, own in told]
+        squares = self._all_gather_bytes(self._squares(mine)) if moved else [own for _, own in told]
         return norm(sum(int.from_bytes(own, "little") for own in squares), maximum)
 
     def _squares(self, mine: Sequence[Tensor]) -> bytes:

@@ -1,13 +1,13 @@
 """Which rank owns which range of which parameter. ZeRO, norms, checkpoints and memory accounting all read this table.
 
-A canonical place is (parameter, slice, offset in the slice), the same on every layout. On one model-parallel share
+A canonical place is (parameter, slice, offset in the slice), the same on every layout. On one model-parallel partition
 (a pipeline stage and a tensor rank) the pieces, one per (parameter, slice), are laid one after another into flat
 *spaces*, and each space is cut into `dp` equal shards:
 
     stage 0-2   one space for everything: |embedding|block 0|block 1|head|pad|, cut into dp shards
     stage 3     one space per unit, each cut on its own, so that a unit can be gathered alone; pads more
 
-Positions in the concatenation of a share's spaces are called flat; positions in the concatenation of a rank's shards
+Positions in the concatenation of a partition's spaces are called flat; those in the concatenation of a rank's shards
 are called local. Every piece starts at a multiple of `PIECE_ALIGN` elements and every shard at one of `SHARD_ALIGN`:
 the vectorised AdamW kernel rounds its tail differently from its body, so no cut may move an element between them.
 """
@@ -48,7 +48,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """One (parameter, slice) held by a share. `start` is its flat position."""
+    """One (parameter, slice) of a partition. `start` is its flat position."""
 
     name: str
     slice: int
@@ -81,7 +81,7 @@ class OwnedRange:
 
 
 @dataclass(frozen=True)
-class Share:
+class Partition:
     """Everything one (pipeline stage, tensor rank) holds, laid out flat."""
 
     pieces: tuple[Piece, ...]
@@ -154,7 +154,7 @@ class OwnershipTable:
         self.stage = stage
         self._shares = {(p, t): self._lay_out(p, t) for p in range(pp) for t in range(tp)}
 
-    def _lay_out(self, stage: int, tp_rank: int) -> Share:
+    def _lay_out(self, stage: int, tp_rank: int) -> Partition:
         mine = [spec for spec in self.parameters if spec.stage == stage]
         units = list(dict.fromkeys(spec.unit for spec in mine))
         groups = [(unit,) for unit in units] if self.stage == 3 else [tuple(units)]
@@ -178,13 +178,13 @@ class OwnershipTable:
             spaces.append(Space(start, width, local, group))
             start += width * self.dp
             local += width
-        return Share(tuple(pieces), tuple(spaces), self.dp, replicated=self.stage == 0)
+        return Partition(tuple(pieces), tuple(spaces), self.dp, replicated=self.stage == 0)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(dp_rank, tp_rank, pp_rank) of a global rank."""
         return (rank // self.tp) % self.dp, rank % self.tp, rank // (self.tp * self.dp)
 
-    def share(self, rank: int) -> Share:
+    def partition(self, rank: int) -> Partition:
         _, tp_rank, pp_rank = self.coordinates(rank)
         return self._shares[pp_rank, tp_rank]
 
@@ -193,4 +193,4 @@ class OwnershipTable:
         bitwise copies on the other tensor ranks; tensor rank 0 is primary."""
         dp_rank, tp_rank, _ = self.coordinates(rank)
         cut = {spec.name for spec in self.parameters if spec.slices > 1}
-        return [r for r in self.share(rank).owned(dp_rank) if tp_rank == 0 or r.name in cut]
+        return [r for r in self.partition(rank).owned(dp_rank) if tp_rank == 0 or r.name in cut]

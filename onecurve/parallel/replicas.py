@@ -38,7 +38,7 @@ def differing(digests: Sequence[int]) -> list[int]:
 def name_difference(mesh: Mesh, tensors: Mapping[str, Tensor]) -> str:
     """The first tensor that is not the same on all ranks. Collective."""
     mine = {name: digest({name: tensor}) for name, tensor in tensors.items()}
-    everywhere = [json.loads(m) for m in mesh.share(json.dumps(mine).encode())]
+    everywhere = [json.loads(m) for m in mesh.all_gather_bytes(json.dumps(mine).encode())]
     for name in tensors:
         if differing([of_rank[name] for of_rank in everywhere]):
             return name

@@ -18,7 +18,7 @@ def replicate(model: nn.Module, mesh: Mesh) -> None:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     signature = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in tensors])
-    signatures = mesh.share(hashlib.sha256(signature.encode()).digest())
+    signatures = mesh.all_gather_bytes(hashlib.sha256(signature.encode()).digest())
     strangers = [rank for rank, other in enumerate(signatures) if other != signatures[0]]
     if strangers:
         raise InputError(f"replicate: ranks {strangers} built another model than rank 0 (names, shapes or dtypes)")

@@ -5,7 +5,7 @@ parts of the others in place, so an exchange copies nothing and an all-gather co
 waits; a peer's death closes its sockets, so it is seen at once; every wait has a limit.
 
     rank 0  --[#17 exchange: segment 2, offset 0]-->  rank 1, 2, 3     then read theirs in place
-    rank 0  --[#18 share: 48 bytes]------------------>  rank 1, 2, 3   all have read #17 when this has arrived
+    rank 0  --[#18 all-gather of 48 bytes]-------->  rank 1, 2, 3   all have read #17 when this has arrived
 
 Memory is anonymous (memfd), passed by descriptor: nothing is left behind, whoever dies, and /dev/shm is not used.
 Linux only. The promise that a part stays as it is until the next operation is what `Transport.exchange` states.
@@ -27,17 +27,17 @@ HEADER = struct.Struct("<QB")  # operation number, kind
 PLACE = struct.Struct("<IQ")  # segment, offset in bytes
 DESCRIPTOR = struct.Struct("@i")
 ONE_DESCRIPTOR = socket.CMSG_SPACE(DESCRIPTOR.size)  # room for it beside a message
-SEGMENT, EXCHANGE, GATHER, SHARE, HELLO = range(5)
-KINDS = ("segment", "exchange", "all-gather", "share", "hello")
+SEGMENT, EXCHANGE, GATHER, BYTES, HELLO = range(5)
+KINDS = ("segment", "exchange", "all-gather", "all-gather of bytes", "hello")
 LARGEST = 1 << 15  # bytes of one message, well below a socket's buffer: a send never waits for the receiver
 
 
 class SharedMemory:
-    """See the module's text. `share_any` is used once, to let the ranks find each other; `limit` in seconds."""
+    """See the module's text. `all_gather_any` is used once, to let the ranks find each other; `limit` in seconds."""
 
     zero_copy = True
 
-    def __init__(self, rank: int, size: int, share_any: Callable[[bytes], list[bytes]], limit: float) -> None:
+    def __init__(self, rank: int, size: int, all_gather_any: Callable[[bytes], list[bytes]], limit: float) -> None:
         self.rank, self.size = rank, size
         self._limit = limit
         self._count = 0
@@ -46,7 +46,7 @@ class SharedMemory:
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (rank, segment) -> bytes of another rank
         self._views: dict[tuple, Tensor] = {}  # of what was read there: the same places come at every step
         self._inbox: dict[int, dict[int, tuple[int, bytes]]] = {peer: {} for peer in self._others()}
-        self._peers = self._connect(share_any)
+        self._peers = self._connect(all_gather_any)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = max(numel * dtype.itemsize, 1)
@@ -81,13 +81,13 @@ class SharedMemory:
 
         return wait
 
-    def share(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         found = [bytearray() for _ in range(self.size)]
         for part in range(0, max(len(payload), 1), LARGEST - HEADER.size):
             piece = payload[part : part + LARGEST - HEADER.size]
-            number = self._send(SHARE, piece)
+            number = self._send(BYTES, piece)
             for r in range(self.size):
-                found[r] += piece if r == self.rank else self._receive(r, number, SHARE)
+                found[r] += piece if r == self.rank else self._receive(r, number, BYTES)
         return [bytes(f) for f in found]
 
     def close(self) -> None:
@@ -175,12 +175,12 @@ class SharedMemory:
         timed_out = isinstance(error, BlockingIOError)
         return PeerLost(f"rank {self.rank} {what}" + (f" for {self._limit:g} s" if timed_out else f": {error}"))
 
-    def _connect(self, share_any: Callable[[bytes], list[bytes]]) -> dict[int, socket.socket]:
+    def _connect(self, all_gather_any: Callable[[bytes], list[bytes]]) -> dict[int, socket.socket]:
         """One socket to each peer: every rank listens under an abstract name and calls those before it."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # the kernel picks a free abstract name
             listener.listen(self.size)
-            names = share_any(listener.getsockname())
+            names = all_gather_any(listener.getsockname())
             peers = {}
             for peer in range(self.rank):
                 peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

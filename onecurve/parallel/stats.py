@@ -38,7 +38,7 @@ class Agreement:
 
     def __init__(self, transport: Transport, leaves: int, leaves_of: Callable[[int], Sequence[int]]) -> None:
         self._transport, self._leaves, self._leaves_of = transport, leaves, leaves_of
-        self._norm = SharedNorm(transport.share)
+        self._norm = SharedNorm(transport.all_gather_bytes)
         self._most = -(-leaves // transport.size)  # leaves of one rank: all messages have one length
         self._form = struct.Struct(f"<qqQ{self._most}d")
 
@@ -47,7 +47,7 @@ class Agreement:
         `losses`: one sum per leaf of this rank; `replica`: a digest, 0 where none was asked for. Collective."""
         padded = [*losses, *[0.0] * (self._most - len(losses))]
         message = self._norm.message(gradient) + self._form.pack(tokens, vote, replica, *padded)
-        told = self._transport.share(message)
+        told = self._transport.all_gather_bytes(message)
         total_tokens = votes = 0
         replicas = []
         by_leaf = [0.0] * self._leaves

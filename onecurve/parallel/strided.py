@@ -46,7 +46,7 @@ class StridedGradients:
         self._tick = 0
         self._last = False
         self._order = list(reversed(space.units))
-        self._places: dict[str, int] = {}  # of each gradient leaf in its unit's buffer
+        self._places: dict[str, int] = {}  # of each gradient in its unit's buffer
         self._sizes: dict[str, int] = {}
         self._names: dict[str, list[str]] = {unit: [] for unit in space.units}
         for name in space.gradients_of:
@@ -58,7 +58,7 @@ class StridedGradients:
             self._sizes[unit] = 0
             for band in bands:
                 base = 0 if accumulate > 1 else band.source - self._sizes[unit]
-                self._routes[band] = band.routes(space.share, base)
+                self._routes[band] = band.routes(space.partition, base)
                 self._sizes[unit] += band.length
         self._whole: Tensor | None = None
         self._buffers: list[Tensor] = []
@@ -102,11 +102,11 @@ class StridedGradients:
             self._tick += 1
             if self._whole is not None and self._tick < self._ticks:
                 # One whole buffer per rank: the next leaf may not overwrite what another rank still reads.
-                self._transport.share(b".")
+                self._transport.all_gather_bytes(b".")
 
     def reduce(self) -> list[tuple[int, Tensor]]:
         """As `ContiguousGradients.reduce`, in one tensor per unit. A rank without a leaf in the last tick joins it."""
-        rank, share = self._transport.rank, self._space.share
+        rank, partition = self._transport.rank, self._space.partition
         while self._tick < self._ticks:
             self._tick += 1
             self._journal.replay()
@@ -115,14 +115,14 @@ class StridedGradients:
         gradient: list[tuple[int, Tensor]] = []
         for unit in self._space.units:
             for band in (b for b in self._space.unit_bands[unit] if not b.tied):
-                lo, hi = share.routes(band.target, band.target + band.length)[rank]
+                lo, hi = partition.routes(band.target, band.target + band.length)[rank]
                 if hi > lo:
-                    gradient.append((share.local_of(rank, lo), self._trees[band].total()))
+                    gradient.append((partition.local_of(rank, lo), self._trees[band].total()))
                 self._trees[band].clear()
         for band in self._space.tied_bands:
-            lo, hi = share.routes(band.target, band.target + band.length)[rank]
+            lo, hi = partition.routes(band.target, band.target + band.length)[rank]
             if hi > lo:
-                at, use = share.local_of(rank, lo), self._trees[band].total()
+                at, use = partition.local_of(rank, lo), self._trees[band].total()
                 begin, first = next((a, t) for a, t in gradient if a <= at < a + t.numel())
                 first[at - begin : at - begin + hi - lo].add_(use)
             self._trees[band].clear()

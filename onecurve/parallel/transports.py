@@ -43,7 +43,7 @@ class Transport(Protocol):
         is returned waits for the end. `own` may be this rank's part of `out`."""
         ...
 
-    def share(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's small payload, all of one length, in rank order."""
         ...
 
@@ -65,7 +65,7 @@ class Solo:
             out.copy_(own)
         return lambda: None
 
-    def share(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 
 
@@ -103,8 +103,8 @@ class PointToPoint:
             operations.append(dist.P2POp(dist.irecv, _bytes(out[peer * n : (peer + 1) * n]), peer))
         return _wait(operations)
 
-    def share(self, payload: bytes) -> list[bytes]:
-        return _share(payload, self.size)
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        return _all_gather_bytes(payload, self.size)
 
     def _peers(self) -> list[int]:
         """Every other rank, each rank beginning with its successor, so that no rank is everyone's first target."""
@@ -138,11 +138,11 @@ class AllToAll(PointToPoint):
         return work.wait
 
 
-def share_any(payload: bytes, share: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Every rank's payload, of any length, in rank order: two rounds of a transport's `share`."""
-    lengths = [int.from_bytes(p, "little") for p in share(len(payload).to_bytes(8, "little"))]
+def all_gather_any(payload: bytes, all_gather: Callable[[bytes], list[bytes]]) -> list[bytes]:
+    """Every rank's payload, of any length, in rank order: two rounds of a transport's `all_gather_bytes`."""
+    lengths = [int.from_bytes(p, "little") for p in all_gather(len(payload).to_bytes(8, "little"))]
     longest = max(lengths)
-    padded = share(payload.ljust(longest, b"\0")) if longest else [b""] * len(lengths)
+    padded = all_gather(payload.ljust(longest, b"\0")) if longest else [b""] * len(lengths)
     return [p[:n] for p, n in zip(padded, lengths, strict=True)]
 
 
@@ -158,7 +158,7 @@ def broadcast(tensors: Sequence[Tensor], source: int = 0) -> None:
         position += view.numel()
 
 
-def _share(payload: bytes, size: int) -> list[bytes]:
+def _all_gather_bytes(payload: bytes, size: int) -> list[bytes]:
     out = torch.empty(size * len(payload), dtype=torch.uint8)
     _all_gather(out, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     whole = out.numpy().tobytes()

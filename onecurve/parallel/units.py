@@ -18,9 +18,9 @@ ROOT = "root"  # the unit of parameters that no other unit holds
 class Trained:
     """The trained parameters of a model, in canonical order.
 
-    `parameters`: by name. `specs`: one per name. `tied`: a second gradient leaf over the storage of another parameter,
+    `parameters`: by name. `specs`: one per name. `tied`: a second use over the storage of another parameter,
     {name of the second use: (its Parameter, name of the first)}. `modules`: unit -> module. `unit_of_use`: the unit in
-    which each gradient leaf, second uses included, is used. `needs`: unit -> units whose weights its module reads.
+    which each parameter, second uses included, is used. `needs`: unit -> units whose weights its module reads.
     """
 
     parameters: dict[str, nn.Parameter]

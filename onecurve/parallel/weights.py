@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from onecurve.parallel.ownership import Piece, Share, Space
+from onecurve.parallel.ownership import Partition, Piece, Space
 from onecurve.parallel.transports import Transport
 from onecurve.parallel.units import Trained
 
@@ -145,9 +145,9 @@ class SpaceWeights:
 class WholeWeights:
     """Stages 0 to 2: always here."""
 
-    def __init__(self, share: Share, trained: Trained, transport: Transport) -> None:
-        self.spaces = [SpaceWeights(share.spaces[0], list(share.pieces), trained, transport, None)]
-        self._replicated = share.replicated
+    def __init__(self, partition: Partition, trained: Trained, transport: Transport) -> None:
+        self.spaces = [SpaceWeights(partition.spaces[0], list(partition.pieces), trained, transport, None)]
+        self._replicated = partition.replicated
 
     def live(self) -> list[Tensor]:
         return self.spaces[0].live()

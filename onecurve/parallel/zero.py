@@ -3,7 +3,7 @@
 One call of `step` is, on every rank:
 
     1. exchange    partial gradient sums go to each range's owner, who finishes the tree  (contiguous.py, strided.py)
-    2. share       losses per leaf, token counts, sum of squares -> loss, norm, verdict   60 bytes or so    (stats.py)
+    2. agree       losses per leaf, token counts, sum of squares -> loss, norm, verdict   60 bytes or so    (stats.py)
     3. update      gradient x (clip factor / tokens), AdamW on the ranges this rank holds
     4. all-gather  masters, rounded to the working dtype, to whoever computes with them   (weights.py)
 
@@ -78,19 +78,19 @@ class ZeroOptimizer:
         self.rule = AdamW(betas, eps, weight_decay)
         self.trained = trained = survey(model, units)
         self.table = OwnershipTable(trained.specs, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, stage=stage)
-        self.share = self.table.share(mesh.rank)
+        self.partition = self.table.partition(mesh.rank)
         self.updates = 0
         # The state is laid out before the working weights move into their flat home, while parameters are whole.
-        self.master = torch.zeros(self.share.local)
-        self.exp_avg = torch.zeros(self.share.local)
-        self.exp_avg_sq = torch.zeros(self.share.local)
+        self.master = torch.zeros(self.partition.local)
+        self.exp_avg = torch.zeros(self.partition.local)
+        self.exp_avg_sq = torch.zeros(self.partition.local)
         self._fill(trained.parameters)
-        journal, space = Journal(), GradientSpace(self.share, trained)
+        journal, space = Journal(), GradientSpace(self.partition, trained)
         self.weights: WholeWeights | GatheredWeights
         if stage == 3:
-            self.weights = GatheredWeights(self.share, trained, mesh.transport, journal)
+            self.weights = GatheredWeights(self.partition, trained, mesh.transport, journal)
         else:
-            self.weights = WholeWeights(self.share, trained, mesh.transport)
+            self.weights = WholeWeights(self.partition, trained, mesh.transport)
         self._gradients: ContiguousGradients | StridedGradients
         if stage < 2:
             self._gradients = ContiguousGradients(space, mesh.transport, leaves)
@@ -98,7 +98,7 @@ class ZeroOptimizer:
             self._gradients = StridedGradients(space, mesh.transport, leaves, accumulate, self.weights, journal)
         self.weights.refresh(self.master)
         self._agreement = Agreement(mesh.transport, leaves, self._gradients.leaves_of)
-        self._master_norm = SharedNorm(mesh.transport.share)
+        self._master_norm = SharedNorm(mesh.transport.all_gather_bytes)
         self._segments = self._decay_segments()
         self._begin_step()
 
@@ -109,7 +109,7 @@ class ZeroOptimizer:
 
     def held(self) -> list[OwnedRange]:
         """The canonical ranges whose state this rank holds: what a load fills."""
-        return self.share.held(self.mesh.dp_rank)
+        return self.partition.held(self.mesh.dp_rank)
 
     def owned(self) -> list[OwnedRange]:
         """The canonical ranges whose primary owner this rank is: what a save writes."""
@@ -206,7 +206,7 @@ class ZeroOptimizer:
     def parameter_norm(self) -> float:
         """The norm of all trained parameters (masters), by exact integers. Collective."""
         mine = self._primary([(0, self.master)])
-        return self._master_norm.of(mine, self.mesh.transport.share(self._master_norm.message(mine)))
+        return self._master_norm.of(mine, self.mesh.transport.all_gather_bytes(self._master_norm.message(mine)))
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The live tensors by what they are for: what a memory profile counts."""
@@ -230,9 +230,9 @@ class ZeroOptimizer:
 
     def _primary(self, vector: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """The parts of a local vector that this rank is the primary owner of: all, but at stage 0 only its shard."""
-        if not self.share.replicated:
+        if not self.partition.replicated:
             return [t for _, t in vector]
-        (space,) = self.share.spaces
+        (space,) = self.partition.spaces
         return [t[self.mesh.dp_rank * space.width : (self.mesh.dp_rank + 1) * space.width] for _, t in vector]
 
     def _update(self, gradient: Sequence[tuple[int, Tensor]], stats: Stats, lr: float) -> None:
@@ -257,11 +257,11 @@ class ZeroOptimizer:
     def _decay_segments(self) -> list[tuple[int, int, bool]]:
         """Local intervals (start, stop, decays) that cover the whole local vector, each on the 16-element grid; none
         where this rank holds nothing but padding."""
-        starts = [(r.at, decays) for r in self.held() for decays in [self.share.piece_of[r.name].decay]]
+        starts = [(r.at, decays) for r in self.held() for decays in [self.partition.piece_of[r.name].decay]]
         merged: list[list] = []
         for at, decays in starts:
             decays = decays and self.rule.weight_decay > 0.0
             if not merged or merged[-1][1] != decays:
                 merged.append([at if merged else 0, decays])
-        stops = [m[0] for m in merged[1:]] + [self.share.local] * bool(merged)
+        stops = [m[0] for m in merged[1:]] + [self.partition.local] * bool(merged)
         return [(start, stop, decays) for (start, decays), stop in zip(merged, stops, strict=True)]

@@ -104,26 +104,26 @@ def rank_costs(config: Config) -> list[RankCost]:
     layout, train, model = config.layout, config.train, config.model
     n, zero, working = layout.dp, layout.zero, BYTES[train.dtype]
     specs = parameters(model)
-    share = OwnershipTable(specs, dp=n, tp=layout.tp, pp=layout.pp, stage=zero).share(0)
-    p, shard = share.numel, share.local
+    partition = OwnershipTable(specs, dp=n, tp=layout.tp, pp=layout.pp, stage=zero).partition(0)
+    p, shard = partition.numel, partition.local
     units = list(dict.fromkeys(spec.unit for spec in specs))
-    ranges = {unit: share.unit_range(unit) for unit in units}
+    ranges = {unit: partition.unit_range(unit) for unit in units}
     sizes = {unit: stop - start for unit, (start, stop) in ranges.items()}
     tied = model.vocab * model.width if model.tied else 0
     sizes["head"] += tied
     ticks = -(-train.leaves // n)
-    routes, tied_route = [share.routes(*ranges[unit]) for unit in units], share.routes(0, tied)
+    routes, tied_route = [partition.routes(*ranges[unit]) for unit in units], partition.routes(0, tied)
     owners_buffers = counter_buffers(train.leaves, n)
     costs = []
     for rank in range(n):
         mine = (contiguous_leaves if zero <= 1 else strided_leaves)(train.leaves, n, rank)
-        elsewhere = share.flat - shard
+        elsewhere = partition.flat - shard
         spread = shard * (n - 1)  # elements sent when this rank's shard goes to all others
         counters = scratch = 0
         if zero <= 1:
             held = [len(partials) for partials in counter_states(mine)]
             buffers = max([1, *(before + 1 for before in held[:-1])])
-            gradients, gradients_held = 4 * (p + tied) * buffers, 4 * (share.flat + tied) * buffers
+            gradients, gradients_held = 4 * (p + tied) * buffers, 4 * (partition.flat + tied) * buffers
             gather = spread * (4 if zero == 0 else working)
             sent = 4 * elsewhere * (held[-1] if held else 0) + gather
         else:
@@ -131,19 +131,19 @@ def rank_costs(config: Config) -> list[RankCost]:
             lo, hi = tied_route[rank]  # of the embedding's matrix, which comes first
             whole = train.accumulate > 1
             others = p + tied if whole else 2 * max(sizes.values())
-            others_held = share.flat + tied if whole else others
+            others_held = partition.flat + tied if whole else others
             counters = 4 * (sum(stop - start for start, stop in parts) + hi - lo) * owners_buffers
             gradients = round(4 * p / n * owners_buffers) + 4 * (hi - lo) * owners_buffers + 4 * others
             gradients_held = counters + 4 * others_held
             gather = working * spread * (1 if zero == 2 else 2 * train.accumulate * ticks)
             sent = 4 * elsewhere * len(mine) + gather
-        weights, weights_held = working * p, working * share.flat
+        weights, weights_held = working * p, working * partition.flat
         if zero == 3:
             weights, weights_held = round(working * p / n), working * (shard + 1)  # one stands for those not here
-            widths = [working * n * space.width for space in share.spaces]
+            widths = [working * n * space.width for space in partition.spaces]
             scratch = max(a + b for a, b in pairwise(widths))
         exact = 12 * p if zero == 0 else 12 * p / n
-        state_held = 12 * (share.flat if zero == 0 else shard)
+        state_held = 12 * (partition.flat if zero == 0 else shard)
         cost = RankCost(len(mine), weights, gradients, round(exact), state_held - round(exact), sent)
         padding = {"weights_padding": weights_held - weights, "gradients_padding": gradients_held - gradients}
         costs.append(cost._replace(**padding, counters=counters, scratch=scratch))

@@ -28,14 +28,16 @@ def evaluate(model: nn.Module, held_out: EvaluationSet, mesh: Mesh, alive: Calla
     """
     parts: list[tuple[int, float, int]] = []
     for first in range(0, len(held_out), mesh.dp):
-        if any(flag != b"\0" for flag in mesh.transport.share(b"\1" if alive() else b"\0")):
+        if any(flag != b"\0" for flag in mesh.transport.all_gather_bytes(b"\1" if alive() else b"\0")):
             raise EvaluationStopped
         index = first + mesh.dp_rank
         batch = held_out.chunk(index if index < len(held_out) else 0)
         loss, tokens = token_loss(model(batch.inputs), batch.targets)
         if index < len(held_out):
             parts.append((index, float(loss), tokens))
-    everywhere = [json.loads(p) for p in mesh.share(json.dumps(parts).encode())]  # JSON keeps every bit of a float
+    everywhere = [
+        json.loads(p) for p in mesh.all_gather_bytes(json.dumps(parts).encode())
+    ]  # JSON keeps every bit of a float
     return held_out.combine(tuple(part) for rank in everywhere for part in rank)
 
 

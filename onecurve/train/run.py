@@ -21,7 +21,7 @@ from onecurve.errors import InputError, OnecurveError, RunFailed, Stopped
 from onecurve.launch import context_from_torchrun, run_ranks, with_restarts
 from onecurve.launch.blame import clear_records
 from onecurve.launch.torchrun import under_torchrun
-from onecurve.parallel.transports import PointToPoint, share_any
+from onecurve.parallel.transports import PointToPoint, all_gather_any
 from onecurve.report.console import Progress
 from onecurve.train.folder import leaving_nothing, locate, newest_step, prepare, say
 from onecurve.train.loop import train_rank
@@ -140,7 +140,7 @@ def train_under_torchrun(request: Request) -> int:
         limits, threads = request.config.limits, request.config.numerics.threads
         with context_from_torchrun(plan.folder, stall_seconds=limits.stall_seconds, threads=threads) as context:
             over = PointToPoint(context.rank, context.world)
-            told = json.loads(share_any(json.dumps(told).encode(), over.share)[0])
+            told = json.loads(all_gather_any(json.dumps(told).encode(), over.all_gather_bytes)[0])
             if "plan" in told:
                 plan = Plan.from_json(told["plan"])
                 torch.set_num_threads(plan.config.numerics.threads)  # a resumed run keeps its own

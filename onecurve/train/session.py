@@ -71,9 +71,9 @@ class Session:
 
     def measure_memory(self) -> None:
         """Count live tensors on every rank, once all buffers exist. Collective."""
-        trained = self.optimizer.share.numel
+        trained = self.optimizer.partition.numel
         cut = 1 if self.optimizer.stage == 0 else self.mesh.dp
         scratch = self.saver.scratch_bytes + self.optimizer.gathered_bytes
         mine = measure(self.mesh.rank, self.optimizer.tensors(), trained, cut, scratch)
-        told = self.mesh.share(json.dumps(asdict(mine)).encode())
+        told = self.mesh.all_gather_bytes(json.dumps(asdict(mine)).encode())
         self.recorder.profile([RankMemory(**json.loads(row)) for row in told])

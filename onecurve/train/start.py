@@ -119,7 +119,7 @@ def write_run_record(session: Session) -> None:
 def compare_ranks(session: Session) -> None:
     """Compare the environments of the ranks, which must all be rank 0's: one curve has one arithmetic. Collective."""
     mine = json.dumps(session.numerics, sort_keys=True).encode()
-    first, *others = map(json.loads, session.mesh.share(mine))
+    first, *others = map(json.loads, session.mesh.all_gather_bytes(mine))
     odd = {rank: found for rank, other in enumerate(others, 1) if (found := differences(first, other))}
     if odd:
         changed = [*dict.fromkeys(phrase for found in odd.values() for phrase in found)]

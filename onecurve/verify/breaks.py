@@ -33,7 +33,7 @@ def ring_sum(rank: int) -> None:
 
     def add_around(self: ContiguousGradients, band: Band, mine: list[Tensor], out: Tensor) -> None:
         transport, done = self._transport, 0
-        for routes in self._stripes(band.routes(self._space.share)):
+        for routes in self._stripes(band.routes(self._space.partition)):
             received = transport.exchange(mine, self._counts, routes)
             ranks = [(transport.rank + 1 + i) % transport.size for i in range(transport.size)]
             parts = list(chain.from_iterable(received[r] for r in ranks))
@@ -102,8 +102,8 @@ def tied_together(rank: int) -> None:
     """Both uses of a tied parameter accumulate into one gradient, which is reduced once."""
 
     def share_place(original: Callable[..., None]) -> Callable[..., None]:
-        def init(self: GradientSpace, share: Any, trained: Any) -> None:
-            original(self, share, trained)
+        def init(self: GradientSpace, partition: Any, trained: Any) -> None:
+            original(self, partition, trained)
             for name, (_, first) in trained.tied.items():
                 self.start[name] = self.start[first]
             self.tied_bands = []
@@ -118,7 +118,7 @@ def float_norm(rank: int) -> None:
 
     def of(self: SharedNorm, mine: Sequence[Tensor], messages: Sequence[bytes]) -> float:
         local = sum((t.square().sum() for t in mine), torch.zeros(()))
-        shared = self._share(struct.pack("<f", float(local)))
+        shared = self._all_gather_bytes(struct.pack("<f", float(local)))
         return math.sqrt(torch.tensor([struct.unpack("<f", m)[0] for m in shared]).sum().item())
 
     _replace(SharedNorm, "of", lambda _: of)
@@ -166,7 +166,7 @@ def reduce_each_micro_batch(rank: int) -> None:
         for tree in self.__dict__["micro_trees"]:
             self._tree = tree
             found = [(at, tensor.clone()) for at, tensor in reduce_leaves(self)]
-            self._transport.share(b".")
+            self._transport.all_gather_bytes(b".")
             total = [(at, a.add_(b)) for (at, a), (_, b) in zip(total, found, strict=True)] if total else found
         return total
 

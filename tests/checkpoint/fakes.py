@@ -28,7 +28,7 @@ class ThreadMesh:
     def __init__(self, room, rank):
         self._room, self.rank, self.world, self.dp, self._round = room, rank, room.world, room.world, 0
 
-    def share(self, payload):
+    def all_gather_bytes(self, payload):
         room = self._room
         with room.changed:
             while len(room.rounds) <= self._round:

@@ -80,18 +80,18 @@ def test_it_is_committed_only_when_all_ranks_are_done(tmp_path, monkeypatch):
         saves.save(10)
         while mesh.rank != 1 and not saves.ready:
             pass
-        mesh.share(b"")
+        mesh.all_gather_bytes(b"")
         assert saves.poll() == [] and saves.ready == (mesh.rank != 1)
         assert saves.poll(False) == []  # a vote held elsewhere
         if mesh.rank == 1:
             gate.set()
         while not saves.ready:
             pass
-        mesh.share(b"")
+        mesh.all_gather_bytes(b"")
         assert saves.poll(True) == []  # all have told what they wrote; rank 0 commits, behind
         while not saves.ready:
             pass
-        mesh.share(b"")
+        mesh.all_gather_bytes(b"")
         return [m.step for m in saves.poll(True)]
 
     assert all_good(on_ranks(3, work)) == [[10]] * 3

@@ -8,7 +8,7 @@ import torch
 
 from onecurve.errors import InputError, PeerLost, RunFailed
 from onecurve.parallel import Mesh
-from onecurve.parallel.transports import broadcast, share_any
+from onecurve.parallel.transports import broadcast, all_gather_any
 from tests.dist.harness import run_dist
 
 TRANSPORTS = ["shm", "p2p", "alltoall"]
@@ -41,7 +41,7 @@ def test_it_moves_what_was_asked(transport, width):
             start, stop = routes[rank]
             expected = [[sent(r, i)[start:stop].tolist() for i in range(counts[r])] for r in range(width)]
             assert [[part.tolist() for part in parts] for parts in received] == expected, name
-            t.share(b".")
+            t.all_gather_bytes(b".")
         for numel, dtype in [(0, torch.float32), (1, torch.bfloat16), (5, torch.float32), (1001, torch.uint8)]:
             whole = torch.cat([(torch.arange(numel) + r).to(dtype) for r in range(width)])
             out, own = torch.zeros(width * numel, dtype=dtype), t.empty(numel, dtype)
@@ -53,10 +53,10 @@ def test_it_moves_what_was_asked(transport, width):
             part = inside[rank * numel : (rank + 1) * numel].copy_(own)
             t.all_gather(inside, part)()
             assert torch.equal(inside, whole), (numel, dtype)
-        assert t.share(bytes([rank] * 48)) == [bytes([r] * 48) for r in range(width)]
+        assert t.all_gather_bytes(bytes([rank] * 48)) == [bytes([r] * 48) for r in range(width)]
         for size in (100, 40_000):  # the larger one is more than one message of a socket
-            assert mesh.share(b"x" * rank * size) == [b"x" * r * size for r in range(width)]
-        assert share_any(b"", t.share) == [b""] * width
+            assert mesh.all_gather_bytes(b"x" * rank * size) == [b"x" * r * size for r in range(width)]
+        assert all_gather_any(b"", t.all_gather_bytes) == [b""] * width
         tensors = [torch.full((3,), float(rank)), torch.full((2, 2), rank, dtype=torch.int64), torch.empty(0)]
         broadcast(tensors, source=1)
         assert tensors[0].tolist() == [1.0] * 3 and tensors[1].tolist() == [[1, 1], [1, 1]]
@@ -73,7 +73,7 @@ def test_a_begun_gather_lets_other_operations_pass(tmp_path):
         own = t.empty(3, torch.float32).fill_(context.rank + 1.0)
         out = torch.zeros(6)
         wait = t.all_gather(out, own)
-        said = t.share(b"%d" % context.rank)
+        said = t.all_gather_bytes(b"%d" % context.rank)
         wait()
         return [out.tolist(), [part.decode() for part in said]]
 
@@ -84,11 +84,11 @@ def test_a_begun_gather_lets_other_operations_pass(tmp_path):
 def test_a_rank_that_dies_ends_the_wait_and_is_blamed(transport, tmp_path):
     def work(context):
         t = Mesh(dp=3, transport=transport, limit=30.0).transport
-        t.share(b".")
+        t.all_gather_bytes(b".")
         if context.rank == 1:
             os._exit(0)
         try:
-            t.share(b".")
+            t.all_gather_bytes(b".")
         except PeerLost:
             (tmp_path / f"lost-{context.rank}").touch()
             raise

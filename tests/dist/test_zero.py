@@ -215,10 +215,10 @@ def test_gradients_of_stages_2_and_3_are_shards_and_two_units(stage):
             for _ in optimizer.leaf_ids:
                 optimizer.backward(*token_loss(model(tokens), tokens))
             optimizer.step()
-        share = optimizer.share
-        units = [hi - lo for unit in {p.unit for p in share.pieces} for lo, hi in [share.unit_range(unit)]]
+        partition = optimizer.partition
+        units = [hi - lo for unit in {p.unit for p in partition.pieces} for lo, hi in [partition.unit_range(unit)]]
         live = sum(t.untyped_storage().nbytes() for t in optimizer.tensors()["gradients"])
-        return [live, 4 * max(units), share.local * 4]
+        return [live, 4 * max(units), partition.local * 4]
 
     for live, unit, shard in run_dist(work, 4):
         counters = 4  # log2(8 leaves) + 1

@@ -55,7 +55,7 @@ def whole_state(optimizer: ZeroOptimizer) -> State:
             vector = getattr(optimizer, kind)
             mine.append([kind, own.name, own.offset, vector[at : at + own.length].numpy().tobytes().hex()])
     parts: dict[str, dict[str, list]] = {}
-    for message in optimizer.mesh.share(json.dumps(mine).encode()):
+    for message in optimizer.mesh.all_gather_bytes(json.dumps(mine).encode()):
         for kind, name, offset, data in json.loads(message):
             parts.setdefault(kind, {}).setdefault(name, []).append((offset, data))
     return {kind: {n: "".join(d for _, d in sorted(p)) for n, p in of.items()} for kind, of in parts.items()}

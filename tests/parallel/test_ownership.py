@@ -37,7 +37,7 @@ def test_every_element_has_exactly_one_primary_owner(dp, tp, pp, stage):
             assert r.length > 0
             owners.update((r.name, r.slice, r.offset + i) for i in range(r.length))
             seen.update(range(r.at, r.at + r.length))
-            assert r.at + r.length <= table.share(rank).local
+            assert r.at + r.length <= table.partition(rank).local
         assert len(seen) == sum(r.length for r in table.owned(rank))  # no two ranges at one local position
     expected = {(p.name, s, i) for p in table.parameters for s in range(p.slices) for i in range(p.numel // p.slices)}
     assert owners.keys() == expected and set(owners.values()) <= {1}
@@ -50,11 +50,11 @@ def test_every_cut_lies_on_the_grid(dp, tp, pp, stage):
     for rank in range(dp * tp * pp):
         for r in table.owned(rank):
             assert r.offset % SHARD_ALIGN == 0 and r.at % SHARD_ALIGN == 0
-        share = table.share(rank)
-        for space in share.spaces:
+        partition = table.partition(rank)
+        for space in partition.spaces:
             assert space.width % SHARD_ALIGN == 0
-        for piece in share.pieces:
-            (space,) = [s for s in share.spaces if piece.unit in s.units]
+        for piece in partition.pieces:
+            (space,) = [s for s in partition.spaces if piece.unit in s.units]
             assert (piece.start - space.start) % PIECE_ALIGN == 0
 
 
@@ -62,32 +62,32 @@ def test_every_cut_lies_on_the_grid(dp, tp, pp, stage):
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 5])
 def test_shards_and_spaces_fit_together(dp, stage):
     table = OwnershipTable(parameters(1), dp=dp, stage=stage)
-    share = table.share(0)
-    assert share.numel == sum(p.numel for p in table.parameters) <= share.flat
-    assert [s.start for s in share.spaces[1:]] == [s.start + s.width * dp for s in share.spaces[:-1]]
-    assert len(share.spaces) == (3 if stage == 3 else 1)
-    assert share.local == (share.flat if stage == 0 else share.flat // dp)
+    partition = table.partition(0)
+    assert partition.numel == sum(p.numel for p in table.parameters) <= partition.flat
+    assert [s.start for s in partition.spaces[1:]] == [s.start + s.width * dp for s in partition.spaces[:-1]]
+    assert len(partition.spaces) == (3 if stage == 3 else 1)
+    assert partition.local == (partition.flat if stage == 0 else partition.flat // dp)
     for rank in range(dp):
-        held = {(r.name, r.slice, r.offset + i) for r in share.held(rank) for i in range(r.length)}
-        assert len(held) == (share.numel if stage == 0 else sum(r.length for r in table.owned(rank)))
+        held = {(r.name, r.slice, r.offset + i) for r in partition.held(rank) for i in range(r.length)}
+        assert len(held) == (partition.numel if stage == 0 else sum(r.length for r in table.owned(rank)))
     for start, stop in [(0, 40), (16, 17), (5, 5)]:
-        routes = share.routes(start, stop)
+        routes = partition.routes(start, stop)
         assert routes[0][0] == start and routes[-1][1] == stop
         assert all(a[1] == b[0] for a, b in itertools.pairwise(routes))
 
 
 def test_a_flat_space_pads_less_than_one_grid_step_per_piece_and_rank():
     table = OwnershipTable(parameters(1), dp=4, stage=1)
-    share = table.share(0)
-    assert share.flat - share.numel < PIECE_ALIGN * len(share.pieces) + SHARD_ALIGN * 4
+    partition = table.partition(0)
+    assert partition.flat - partition.numel < PIECE_ALIGN * len(partition.pieces) + SHARD_ALIGN * 4
 
 
 def test_unit_ranges_cover_their_pieces_and_do_not_meet():
     for stage, dp in itertools.product(range(4), (1, 3, 4)):
-        share = OwnershipTable(parameters(1), dp=dp, stage=stage).share(0)
-        ranges = [share.unit_range(unit) for unit in ("0.0", "0.1", "0.2")]
+        partition = OwnershipTable(parameters(1), dp=dp, stage=stage).partition(0)
+        ranges = [partition.unit_range(unit) for unit in ("0.0", "0.1", "0.2")]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
-        for piece in share.pieces:
-            lo, hi = share.unit_range(piece.unit)
-            assert lo <= piece.start and piece.start + piece.numel <= hi <= share.flat
-    assert share.unit_range("unknown") == (0, 0)
+        for piece in partition.pieces:
+            lo, hi = partition.unit_range(piece.unit)
+            assert lo <= piece.start and piece.start + piece.numel <= hi <= partition.flat
+    assert partition.unit_range("unknown") == (0, 0)

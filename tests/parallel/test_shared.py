@@ -70,7 +70,7 @@ def room():
 def test_share_takes_any_length(room, size, length):
     here = room(size)
     payloads = [bytes([65 + rank]) * length for rank in range(size)]
-    assert here.each(lambda rank: here.ranks[rank].share(payloads[rank])) == [payloads] * size
+    assert here.each(lambda rank: here.ranks[rank].all_gather_bytes(payloads[rank])) == [payloads] * size
 
 
 def test_a_peer_that_goes_is_seen_at_once(room):
@@ -81,7 +81,7 @@ def test_a_peer_that_goes_is_seen_at_once(room):
         if rank == 1:
             here.ranks[1].close()
             return None
-        return here.ranks[rank].share(b"x")
+        return here.ranks[rank].all_gather_bytes(b"x")
 
     found = here.each(work)
     assert time.monotonic() - began < 5
@@ -91,9 +91,9 @@ def test_a_peer_that_goes_is_seen_at_once(room):
 
 def test_silence_has_a_limit_and_is_named(room):
     here = room(2, limit=0.3)
-    found = here.each(lambda rank: here.ranks[0].share(b"x") if rank == 0 else time.sleep(0.6))
+    found = here.each(lambda rank: here.ranks[0].all_gather_bytes(b"x") if rank == 0 else time.sleep(0.6))
     assert isinstance(found[0], PeerLost)
-    assert "rank 0 waited for rank 1 in share #1 for 0.3 s" in str(found[0])
+    assert "rank 0 waited for rank 1 in all-gather of bytes #1 for 0.3 s" in str(found[0])
 
 
 def test_ranks_that_are_out_of_step_are_named(room):
@@ -103,11 +103,11 @@ def test_ranks_that_are_out_of_step_are_named(room):
         mine = here.ranks[rank].empty(4, torch.float32)
         if rank == 0:
             return here.ranks[0].exchange([mine], [1, 1], [(0, 2), (2, 4)])
-        return here.ranks[1].share(b"x")
+        return here.ranks[1].all_gather_bytes(b"x")
 
     found = here.each(work)
     assert all(isinstance(error, RuntimeError) and "out of step" in str(error) for error in found)
-    assert "operation #1 is exchange on rank 0, share on rank 1" in str(found[0])
+    assert "operation #1 is exchange on rank 0, all-gather of bytes on rank 1" in str(found[0])
 
 
 def test_only_its_own_memory_can_be_sent(room):
@@ -125,9 +125,9 @@ def test_an_exchange_hands_out_the_others_memory_without_a_copy(room):
         mine.copy_(torch.arange(6.0) + 10 * rank)
         received = transport.exchange([mine], [1, 1], [(0, 3), (3, 6)])
         before = [part[0].tolist() for part in received]
-        transport.share(b"a")
+        transport.all_gather_bytes(b"a")
         mine.add_(100)  # after the next operation: now it may change, and the peer sees it
-        transport.share(b"b")
+        transport.all_gather_bytes(b"b")
         return before, received[1 - rank][0].tolist()
 
     (first, seen_by_0), (second, seen_by_1) = here.each(work)

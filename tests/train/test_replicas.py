@@ -15,7 +15,7 @@ def flip_a_bit(monkeypatch: pytest.MonkeyPatch, tensor: str, step: int) -> None:
 
     def flipped(self, *args, **options):
         if self.updates == step - 1:
-            self.mesh.transport.share(b".")  # the others have read this rank's memory
+            self.mesh.transport.all_gather_bytes(b".")  # the others have read this rank's memory
             if self.mesh.rank == 2:
                 self.replicas()[tensor].view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
         return run_step(self, *args, **options)
