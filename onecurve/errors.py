@@ -36,6 +36,10 @@ class RunFailed(OnecurveError):
     """A rank failed; the message names the first rank's real error (exit 3)."""
 
 
+class GaveUp(RunFailed):
+    """A rank failed for a reason that another attempt would meet again: `--restarts` does not try (exit 3)."""
+
+
 class PeerLost(OnecurveError):
     """Another rank is gone or silent. Secondary: the launcher blames it on that rank, never on the one that noticed."""
 

@@ -13,14 +13,16 @@ both cost one comparison.
 | `kill` | SIGKILL to this rank (`signal=TERM` … another signal; `to=parent` to the command, `to=group` to its group) |
 | `stop` | SIGSTOP to this process |
 | `hang` | sleeps for ever |
+| `slow` | sleeps for `seconds=1`; with `times=0` at every hit, as a slow disk does at `save.block` |
 | `exit` | `os._exit(code)`, `code=0` by default: leaves without a word |
 | `raise` | raises `InjectedFault` |
 | `io` | raises OSError, `error=ENOSPC` by default, or `EIO` … |
 | `poison` | writes `value=nan` (or inf, -inf, a number) to element `index=0` of the tensor at the place |
 
 Places of a training run: `forward`, `backward`, `exchange`, `evaluation`, `rollback`, `replay`, `save`, inside a save
-`save.begin`, `save.write`, `save.written`, `save.commit`, `save.rename`, and `load.read`. To poison: `logits`, and
-`gradient`, which is that of the logits. `step` counts the updates that are done.
+`save.begin`, `save.write`, `save.block` (each piece of a file), `save.written`, `save.commit`, `save.rename`, inside a
+load `load.read` and `load.block`. To poison: `logits`, and `gradient`, which is that of the logits. `step` counts the
+updates that are done.
 
 Filters: `rank`, `step`, `place` (each: any where left out; `place=step` is where the loop reports a step); `after=N`
 skips the first N hits in a process; `times=N` fires at most N times in a process (default 1; 0 = every time);
@@ -44,9 +46,12 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "ONECURVE_FAULTS"
 TARGETS = ("rank", "parent", "group")
-ACTIONS = ("kill", "stop", "hang", "exit", "raise", "io", "poison")
+ACTIONS = ("kill", "stop", "hang", "slow", "exit", "raise", "io", "poison")
 _INTEGERS = ("rank", "step", "after", "times", "code", "index")
-_OPTIONS = {"kill": ("signal", "to"), "exit": ("code",), "io": ("error",), "poison": ("value", "index")}
+_FLOATS = ("value", "seconds")
+_OPTIONS = {
+    "kill": ("signal", "to"), "slow": ("seconds",), "exit": ("code",), "io": ("error",), "poison": ("value", "index"),
+}  # fmt: skip
 _FILTERS = ("rank", "step", "place", "after", "times", "once")
 
 
@@ -71,6 +76,7 @@ class Fault:
     index: int = 0
     signal: str = "KILL"
     to: str = "rank"
+    seconds: float = 1.0
     fired: int = 0
 
     def matches(self, place: str, rank: int | None, step: int | None) -> bool:
@@ -110,7 +116,7 @@ def parse(spec: str) -> Fault:
         if key not in allowed or not equals:
             raise InputError(f"fault {spec!r}: unknown option {item!r}; allowed for {action}: {', '.join(allowed)}")
         try:
-            setattr(fault, key, int(value) if key in _INTEGERS else float(value) if key == "value" else value)
+            setattr(fault, key, int(value) if key in _INTEGERS else float(value) if key in _FLOATS else value)
         except ValueError:
             raise InputError(f"fault {spec!r}: {key} must be a number, not {value!r}") from None
     if action == "io" and not hasattr(errno, fault.error):
@@ -186,6 +192,8 @@ def _fire(fault: Fault, where: str) -> None:
     elif fault.action == "hang":
         while True:
             time.sleep(3600)
+    elif fault.action == "slow":
+        time.sleep(fault.seconds)
     elif fault.action == "exit":
         os._exit(fault.code)
     elif fault.action == "io":

@@ -7,12 +7,12 @@ they have to tell:
 
     save: begin, copy | thread: write | poll: gather | thread on rank 0: commit, retention | poll: conclude
 
-At most one save is in flight. What went wrong behind is raised by the next call, on all ranks alike.
+At most one save is in flight. What went wrong behind is raised by the next call, on all ranks alike. Where the ranks
+have to wait for a save (`drain`, and every save in the foreground) they keep in touch meanwhile: see patience.py.
 """
 
-import _thread
-import threading
-from collections.abc import Callable
+import math
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from onecurve.checkpoint.holdings import Saveable
 from onecurve.checkpoint.lock import Fence
 from onecurve.checkpoint.manifest import Manifest
 from onecurve.checkpoint.mirror import Mirror
+from onecurve.checkpoint.patience import PAUSE, Alive, Task, silent, wait_for_all
 from onecurve.checkpoint.policy import MIN_KEEP, apply_retention
 from onecurve.checkpoint.save import PendingSave
 from onecurve.checkpoint.store import step_name
@@ -35,7 +36,9 @@ class Checkpointer:
     """Saves, retention and mirror of one run. `save`, `poll` and `drain` are collective and return the manifests of the
     saves that they committed (at most two); a failed save raises, alike on all ranks, and leaves no save in flight.
 
-    `folder`: the run's `checkpoints`; `keep`: see `policy.to_remove`; `mirror`: copies each committed checkpoint away.
+    `folder`: the run's `checkpoints`; `keep`: see `policy.to_remove`; `mirror`: copies each committed checkpoint away;
+    `alive`: called while this rank waits for a save and its bytes move; `patience`: seconds without one after which
+    `close` gives a copy to the mirror up.
     """
 
     def __init__(
@@ -47,17 +50,20 @@ class Checkpointer:
         keep: int = 3,
         fence: Fence | None = None,
         mirror: Mirror | None = None,
+        alive: Alive = silent,
+        patience: float = math.inf,
     ) -> None:
         if keep < MIN_KEEP:
             raise InputError(f"checkpoint.keep = {keep}: at least {MIN_KEEP}")
         self.folder, self.optimizer, self.background, self.keep = folder, optimizer, background, keep
         self.mesh: Shares = optimizer.mesh
-        self.fence, self.mirror = fence, mirror
+        self.fence, self.mirror, self.alive = fence, mirror, alive
+        self.patience = patience
         self._scratch: list[np.ndarray] = []
         self._pending: PendingSave | None = None
         self._gathered = False
         self._protect: int | None = None
-        self._done = threading.Event()
+        self._task = Task()
         self._notes: list[str] = []
 
     @property
@@ -69,7 +75,7 @@ class Checkpointer:
     def ready(self) -> bool:
         """Whether this rank has nothing to wait for. For callers that let the vote ride on an exchange of their own:
         once all ranks are ready, `poll(True)`."""
-        return self._pending is None or self._done.is_set()
+        return self._pending is None or self._task.done
 
     @property
     def scratch_bytes(self) -> int:
@@ -89,9 +95,10 @@ class Checkpointer:
             fence=self.fence,
             background=self.background,
             scratch=self._scratch,
+            count=self._task.count,
         )
         self._pending, self._gathered = pending, False
-        self._behind(pending.write)
+        self._task.start(pending.write)
         return committed if self.background else committed + self.drain()
 
     def poll(self, all_ready: bool | None = None) -> list[Manifest]:
@@ -107,48 +114,45 @@ class Checkpointer:
         """Collective: wait for the save in flight and commit it."""
         committed: list[Manifest] = []
         while self._pending is not None:
+            wait_for_all(self.mesh, self._task, self.alive, f"save of step {self._pending.step}")
             committed += self._advance()
         return committed
 
     def close(self) -> list[Manifest]:
-        """Collective: `drain`, and wait for the mirror."""
+        """Collective: `drain`, and wait for the mirror as long as its bytes move."""
         committed = self.drain()
-        if self.mirror is not None:
-            self.mirror.drain()
+        moved, since = -1, time.monotonic()
+        # The ranks that wait are alive. That a copy hangs is no fault of theirs, so it is given up and not blamed.
+        while any(busy == b"1" for busy in self.mesh.share(b"1" if self._copying else b"0")):
+            self.alive("copy to the mirror")
+            time.sleep(PAUSE)
+            if self.mirror is not None and self._copying:
+                if self.mirror.moved != moved:
+                    moved, since = self.mirror.moved, time.monotonic()
+                elif time.monotonic() - since > self.patience:
+                    self.mirror.give_up(f"nothing moved for {self.patience:g} s")
         return committed
+
+    @property
+    def _copying(self) -> bool:
+        return self.mirror is not None and bool(self.mirror.waiting)
 
     def take_notes(self) -> list[str]:
         """Rank 0: what should be said and is no reason to stop (a removal or a mirror copy that failed), once each."""
         notes, self._notes = self._notes, []
         return notes + (self.mirror.take_notes() if self.mirror is not None else [])
 
-    def _behind(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread, or here and now in the foreground; `_done` tells the end."""
-        self._done.clear()
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                self._done.set()
-
-        if self.background:
-            # Thread.start() would wait until the thread runs, for milliseconds where ranks outnumber cores.
-            _thread.start_new_thread(run, ())
-        else:
-            run()
-
     def _advance(self) -> list[Manifest]:
-        """Collective: wait for this rank's thread, then take the save in flight one phase on."""
+        """Collective, once all threads are done: take the save in flight one phase on."""
         pending, self._pending = self._pending, None  # an error ends it
         assert pending is not None
-        self._done.wait()
+        self._task.result()
         if self._gathered:
             return [pending.conclude()]
         pending.gather()
         self._pending, self._gathered = pending, True
         if self.mesh.rank == 0:
-            self._behind(lambda: pending.commit(self._after_commit))
+            self._task.start(lambda: pending.commit(self._after_commit))
         return []
 
     def _after_commit(self, manifest: Manifest) -> None:

@@ -2,7 +2,7 @@
 
 import errno
 
-from onecurve.errors import CheckpointError, InputError
+from onecurve.errors import CheckpointError, GaveUp, InputError
 
 __all__ = [
     "CheckpointError",
@@ -47,8 +47,8 @@ class NotWritable(SaveFailed):
     exit_code = 2
 
 
-class Superseded(SaveFailed):
-    """Another run has taken the run folder since; this one may not commit."""
+class Superseded(SaveFailed, GaveUp):
+    """Another run has taken the run folder since; this one may not commit, nor start there again."""
 
 
 class MirrorFailed(CheckpointError):

@@ -21,6 +21,7 @@ from onecurve.checkpoint.digest import Part, combine, digest_part, nodes, slots_
 from onecurve.checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from onecurve.checkpoint.holdings import Saveable, owned_places
 from onecurve.checkpoint.manifest import KINDS, LEAF_HASH, FileEntry, LeafHash, Manifest, parse_manifest
+from onecurve.checkpoint.patience import Alive, Count, silent, together
 from onecurve.checkpoint.read import check_folder, check_hash, parse_checked, read_extra, read_manifest_bytes
 from onecurve.checkpoint.reshard import check_fits, plan_reads
 from onecurve.checkpoint.shard import check_shape, floats, layouts, opened, raw, read_into
@@ -43,9 +44,11 @@ def _all_parts(optimizer: Saveable) -> list[Part]:
     return [Part.unpack(*message) for message in agree(optimizer.mesh, header, blob, error)]
 
 
-def load_checkpoint(path: str | Path, optimizer: Saveable, *, curve_id: str | None = None) -> Manifest:
+def load_checkpoint(
+    path: str | Path, optimizer: Saveable, *, curve_id: str | None = None, alive: Alive = silent
+) -> Manifest:
     """Collective: fill the optimizer (masters, moments, update count, extras, working weights) from the checkpoint
-    `path`, whatever layout saved it, and return its manifest on every rank.
+    `path`, whatever layout saved it, and return its manifest on every rank. `alive`: see patience.py.
 
     Raises the same error on all ranks: ForeignCheckpoint (of another model, or another curve than `curve_id`),
     NewerCheckpoint, DamagedCheckpoint (names the file). After an error in the data the state is undefined: load
@@ -53,8 +56,12 @@ def load_checkpoint(path: str | Path, optimizer: Saveable, *, curve_id: str | No
     """
     path, mesh = Path(path), optimizer.mesh
     manifest = _share_manifest(path, mesh, curve_id)
-    work = partial(_fill, path, manifest, optimizer)
-    part, error = attempt(work, partial(_load_error, mesh.rank, f"can't load {path}"))
+    to_error = partial(_load_error, mesh.rank, f"can't load {path}")
+
+    def work(count: Count) -> tuple[Part | None, CheckpointError | None]:
+        return attempt(partial(_fill, path, manifest, optimizer, count), to_error)
+
+    part, error = together(mesh, work, alive, f"load of step {manifest.step}")
     header: dict[str, Any] = {"extras": sorted(optimizer.extras())}
     blob = b""
     if part is not None:
@@ -72,7 +79,7 @@ def load_checkpoint(path: str | Path, optimizer: Saveable, *, curve_id: str | No
         if found != manifest.state_digest:
             raise DamagedCheckpoint(f"{path}: what was read does not have the manifest's state digest")
     except DamagedCheckpoint as error:
-        damaged = hash_problems(path, manifest, mesh)
+        damaged = hash_problems(path, manifest, mesh, alive)
         raise DamagedCheckpoint("; ".join([*damaged]) or str(error)) from None
     optimizer.updates = manifest.updates
     optimizer.refresh()
@@ -86,12 +93,13 @@ def latest_checkpoint(
     curve_id: str | None = None,
     finite: bool = False,
     step: int | None = None,
+    alive: Alive = silent,
 ) -> tuple[Path | None, list[str]]:
     """Collective: the newest checkpoint in `folder` that verifies whole, or None, alike on every rank; and, one line
     each, why newer ones were passed over. Rank 0 decides what is there; hashing is spread over the ranks.
 
     With `curve_id` those of other curves are passed over, with `finite` those that hold a value that is not; with
-    `step` no other step's is looked at.
+    `step` no other step's is looked at. `alive`: see patience.py.
     """
     mesh = mesh or Alone()
     reasons: list[str] = []
@@ -105,7 +113,7 @@ def latest_checkpoint(
         except CheckpointError as problem:
             reasons.append(f"{name}: {problem}")
             continue
-        problems = hash_problems(path, manifest, mesh)
+        problems = hash_problems(path, manifest, mesh, alive)
         if finite and not manifest.finite and not problems:
             problems = ["holds values that are not finite"]
         if not problems:
@@ -114,7 +122,7 @@ def latest_checkpoint(
     return None, reasons
 
 
-def hash_problems(path: Path, manifest: Manifest, mesh: Shares) -> list[str]:
+def hash_problems(path: Path, manifest: Manifest, mesh: Shares, alive: Alive = silent) -> list[str]:
     """Collective: compare every file's sha256, largest files first, each rank taking from the least loaded."""
     load = [0] * mesh.world
     mine: list[FileEntry] = []
@@ -123,7 +131,11 @@ def hash_problems(path: Path, manifest: Manifest, mesh: Shares) -> list[str]:
         load[rank] += entry.size
         if rank == mesh.rank:
             mine.append(entry)
-    problems = [p for entry in mine if (p := check_hash(path, entry))]
+
+    def work(count: Count) -> list[str]:
+        return [p for entry in mine if (p := check_hash(path, entry, count))]
+
+    problems = together(mesh, work, alive, f"check of step {manifest.step}")
     told = agree(mesh, {"problems": problems})
     return sorted(p for message, _ in told for p in message["problems"])
 
@@ -145,7 +157,7 @@ def _share_manifest(path: Path, mesh: Shares, curve_id: str | None) -> Manifest:
     return parse_manifest(blob[: header["size"]], blob[header["size"] :], where=str(path))
 
 
-def _fill(path: Path, manifest: Manifest, optimizer: Saveable) -> Part:
+def _fill(path: Path, manifest: Manifest, optimizer: Saveable, count: Count) -> Part:
     """Read this rank's ranges and extras; the digest part of what it owns."""
     faults.at("load.read", rank=optimizer.mesh.rank, step=manifest.step)
     check_fits(manifest, optimizer.table.parameters, str(path))
@@ -159,7 +171,8 @@ def _fill(path: Path, manifest: Manifest, optimizer: Saveable) -> Part:
                 for read in reads:
                     target = vector[read.at : read.at + read.length]
                     staged = target if target.device.type == "cpu" else torch.empty(read.length)
-                    read_into(fd, raw(staged), start + 4 * read.source, path / file)
+                    faults.at("load.block")
+                    read_into(fd, raw(staged), start + 4 * read.source, path / file, count)
                     if staged is not target:
                         target.copy_(staged)
     for name, target in optimizer.extras().items():
@@ -169,12 +182,14 @@ def _fill(path: Path, manifest: Manifest, optimizer: Saveable) -> Part:
                                     f"{target.dtype} {tuple(target.shape)} in this model")  # fmt: skip
         with torch.no_grad():
             target.copy_(saved)
-    return _own_part(optimizer, manifest.leaf_hash)
+    return _own_part(optimizer, manifest.leaf_hash, count)
 
 
-def _own_part(optimizer: Saveable, leaf_hash: LeafHash = LEAF_HASH) -> Part:
+def _own_part(optimizer: Saveable, leaf_hash: LeafHash = LEAF_HASH, count: Count = silent) -> Part:
     buffers = [floats(getattr(optimizer, kind).detach().cpu()) for kind in KINDS]
-    return digest_part(slots_of(optimizer.table.parameters), owned_places(optimizer), buffers, leaf_hash)
+    return digest_part(
+        slots_of(optimizer.table.parameters), owned_places(optimizer), buffers, leaf_hash, lambda v: count(len(v))
+    )
 
 
 def _load_error(rank: int, doing: str, cause: BaseException) -> CheckpointError:

@@ -20,6 +20,7 @@ from onecurve.checkpoint import store
 from onecurve.checkpoint.agree import attempt
 from onecurve.checkpoint.errors import CheckpointError, DamagedCheckpoint, MirrorFailed
 from onecurve.checkpoint.manifest import MANIFEST, MANIFEST_HASH, MAX_MANIFEST_BYTES, Manifest
+from onecurve.checkpoint.patience import Count, silent
 from onecurve.checkpoint.policy import Candidate, to_remove
 from onecurve.checkpoint.read import check_folder, parse_checked, read_manifest
 from onecurve.checkpoint.shard import layouts
@@ -37,13 +38,13 @@ def without_secrets(url: str) -> str:
 
 
 class Remote:
-    """Checkpoints under one URL, in one process."""
+    """Checkpoints under one URL, in one process. `count` is told of the bytes that move."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, count: Count = silent) -> None:
         # Imported here: most runs have no mirror, and it takes 50 ms.
         from fsspec.core import url_to_fs
 
-        self.shown = without_secrets(url)
+        self.shown, self._count = without_secrets(url), count
         try:
             self.fs, root = url_to_fs(url)
         except (ValueError, ImportError) as error:
@@ -87,10 +88,17 @@ class Remote:
         self.drop(local.name)
         self.fs.makedirs(self.path(local.name), exist_ok=True)
         for name, sha256 in sums.items():
-            self.fs.put_file(str(local / name), self.path(local.name, name))
+            self._put(local / name, self.path(local.name, name))
             if self._hash(self.path(local.name, name)) != sha256:
                 raise MirrorFailed(f"{self.shown}/{local.name}/{name}: reads back other bytes than were written")
         return manifest
+
+    def _put(self, local: Path, path: str) -> None:
+        """Block by block: not every file system's own `put_file` tells how far it is."""
+        with local.open("rb") as source, self.fs.open(path, "wb") as target:
+            while block := source.read(_BLOCK):
+                target.write(block)
+                self._count(len(block))
 
     def _hash(self, path: str) -> str:
         self.fs.invalidate_cache(path)
@@ -98,6 +106,7 @@ class Remote:
         with self.fs.open(path, "rb") as file:
             while block := file.read(_BLOCK):
                 hasher.update(block)
+                self._count(len(block))
         return hasher.hexdigest()
 
     def drop(self, name: str) -> None:
@@ -146,6 +155,7 @@ class Mirror:
     def __init__(self, url: str, *, keep: int = 3, pause: float = 1.0) -> None:
         self.url, self.keep, self.pause = url, keep, pause
         self.shown = without_secrets(url)
+        self.moved = 0  # bytes, in all copies
         self._next: Path | None = None
         self._now: Path | None = None
         self._notes: list[str] = []
@@ -168,9 +178,20 @@ class Mirror:
                 self._thread.start()
 
     def drain(self) -> None:
-        """Wait until everything is copied, or has failed."""
+        """Wait until everything is copied, or has failed, or was given up."""
         while (thread := self._thread) is not None:
             thread.join()
+
+    def give_up(self, reason: str) -> None:
+        """Wait for no copy any more. What its thread still does has no effect: a copy counts with its last file."""
+        waiting = self.waiting
+        with self._lock:
+            self._now = self._next = self._thread = None
+            names = ", ".join(map(store.step_name, sorted(waiting)))
+            self._notes.append(f"mirror: {names} not copied to {self.shown}: {reason}; it is whole in the run folder")
+
+    def _counted(self, nbytes: int) -> None:
+        self.moved += nbytes
 
     def take_notes(self) -> list[str]:
         with self._lock:
@@ -180,12 +201,12 @@ class Mirror:
     def _work(self) -> None:
         while True:
             with self._lock:
-                self._now, self._next = self._next, None
-                if self._now is None:
+                self._now, self._next = path, _ = self._next, None
+                if path is None:
                     self._thread = None
                     return
             for trial in range(1, ATTEMPTS + 1):
-                _, error = attempt(partial(self._copy, self._now), partial(_mirror_error, self.shown, self._now.name))
+                _, error = attempt(partial(self._copy, path), partial(_mirror_error, self.shown, path.name))
                 if error is None:
                     break
                 if trial < ATTEMPTS:
@@ -195,7 +216,7 @@ class Mirror:
                     self._notes.append(f"mirror: {error}")
 
     def _copy(self, path: Path) -> None:
-        remote = Remote(self.url)
+        remote = Remote(self.url, self._counted)
         current = remote.put(path)
         found = []
         for name in remote.steps():

@@ -21,6 +21,7 @@ from onecurve.checkpoint.manifest import (
     Manifest,
     parse_manifest,
 )
+from onecurve.checkpoint.patience import Count, silent
 from onecurve.checkpoint.shard import Layout, check_shape, floats, hash_file, layouts, opened, raw, read_into
 from onecurve.checkpoint.store import step_name
 
@@ -87,11 +88,11 @@ def check_folder(path: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def check_hash(path: Path, entry: FileEntry) -> str | None:
+def check_hash(path: Path, entry: FileEntry, count: Count = silent) -> str | None:
     """None, or what is wrong with the content of one file of the checkpoint `path`."""
     try:
         with opened(path / entry.name) as fd:
-            found = hash_file(fd)
+            found = hash_file(fd, count)
     except (CheckpointError, OSError) as error:
         return str(error)
     return None if found == entry.sha256 else f"{path / entry.name}: its sha256 is not the manifest's"

@@ -42,6 +42,7 @@ from onecurve.checkpoint.holdings import (
 )
 from onecurve.checkpoint.lock import Fence
 from onecurve.checkpoint.manifest import KINDS, ExtraEntry, FileEntry, Manifest, TensorEntry
+from onecurve.checkpoint.patience import Count, silent
 from onecurve.checkpoint.shard import Layout, Spec, file_layout, floats, raw, write_new
 
 INFO_FIELDS = ("curve_id", "numerics", "layout", "data_fingerprint", "data_step", "skipped", "guard", "faults")
@@ -74,8 +75,10 @@ class PendingSave:
         fence: Fence | None = None,
         background: bool = False,
         scratch: list[np.ndarray] | None = None,
+        count: Count = silent,
     ) -> None:
         self.folder, self.step, self.fence, self.background = folder, step, fence, background
+        self._moved = count  # is told of the bytes that are hashed and written
         self.mesh: Shares = optimizer.mesh
         self.rank = self.mesh.rank
         self.table, self.updates = optimizer.table, optimizer.updates
@@ -131,13 +134,18 @@ class PendingSave:
         contents = [*before, *state, *after]
         hasher = hashlib.sha256()
         with ThreadPoolExecutor(1) if 12 * count > _OVERLAP_BYTES and not self.background else _Inline() as pool:
-            writing = pool.submit(write_new, self._temp / self.file_name, contents) if contents else None
+            path = self._temp / self.file_name
+            writing = pool.submit(write_new, path, contents, self._moved) if contents else None
+
+            def hash_(view: memoryview | bytes) -> None:
+                hasher.update(view)
+                self._moved(len(view))
+
             for view in before:
-                hasher.update(view)
-            slots = slots_of(self.table.parameters)
-            part = digest_part(slots, self.ranges, self._buffers, beside=hasher.update)
+                hash_(view)
+            part = digest_part(slots_of(self.table.parameters), self.ranges, self._buffers, beside=hash_)
             for view in after:
-                hasher.update(view)
+                hash_(view)
             finite = all(_finite(buffer[a:b]) for buffer in self._buffers for a, b in spans(self.ranges))
             if writing is not None:
                 writing.result()
@@ -185,6 +193,7 @@ class PendingSave:
         if self.rank == 0:
             to_error = partial(save_error, 0, f"can't commit step {self.step} in {self.folder}")
             self._manifest, self._error = attempt(self._commit, to_error)
+            self._moved(1)  # what comes now is no part of the commit that may have taken long
             if after_commit is not None and self._manifest is not None:
                 after_commit(self._manifest)
 

@@ -20,14 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onecurve import faults
 from onecurve.checkpoint.errors import DamagedCheckpoint
 from onecurve.checkpoint.manifest import KINDS, Manifest
+from onecurve.checkpoint.patience import Count, silent
 
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
     "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
 }  # fmt: skip
+_BLOCK = 1 << 24  # bytes that are written or read in one go: each is a sign of life
+_SYNC = 1 << 27  # bytes between two waits for the disk: one for the whole of a large file would be a long silence
 _ALIGN = 64  # the data starts at a multiple of this, so that mapped tensors are aligned
 
 
@@ -108,19 +112,32 @@ def floats(tensor: Tensor) -> np.ndarray:
     return tensor.detach().numpy()
 
 
-def write_all(fd: int, data: memoryview | bytes) -> None:
-    """Write every byte: a single write may stop early, and Linux cuts one at 2 GiB."""
+def write_all(fd: int, data: memoryview | bytes, count: Count = silent) -> None:
+    """Write every byte: a single write may stop early."""
     view = memoryview(data).cast("B") if isinstance(data, memoryview) else memoryview(data)
     while len(view):
-        view = view[os.write(fd, view) :]
+        faults.at("save.block")
+        written = os.write(fd, view[:_BLOCK])
+        count(written)
+        view = view[written:]
 
 
-def write_new(path: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """Write and fsync a file that must not exist yet."""
+def write_new(path: Path, parts: Iterable[memoryview | bytes], count: Count = silent) -> None:
+    """Write and fsync a file that must not exist yet; `count` is told of the bytes that went out."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    unsynced = 0
+
+    def sync_at_times(written: int) -> None:
+        nonlocal unsynced
+        unsynced += written
+        if unsynced >= _SYNC:
+            os.fsync(fd)
+            unsynced = 0
+        count(written)
+
     try:
         for part in parts:
-            write_all(fd, part)
+            write_all(fd, part, sync_at_times)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -144,12 +161,13 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def read_into(fd: int, view: memoryview, position: int, path: Path) -> None:
+def read_into(fd: int, view: memoryview, position: int, path: Path, count: Count = silent) -> None:
     """Fill `view` from byte `position` on."""
     while len(view):
-        got = os.preadv(fd, [view[: 1 << 30]], position)
+        got = os.preadv(fd, [view[:_BLOCK]], position)
         if got == 0:
             raise DamagedCheckpoint(f"{path}: ends at byte {position}")
+        count(got)
         view, position = view[got:], position + got
 
 
@@ -164,11 +182,13 @@ def check_shape(fd: int, layout: Layout, path: Path) -> None:
         raise DamagedCheckpoint(f"{path}: its header is not the one of the manifest's tensors")
 
 
-def hash_file(fd: int) -> str:
+def hash_file(fd: int, count: Count = silent) -> str:
     """sha256 over the whole file, in hex."""
     hasher, buffer, position = hashlib.sha256(), bytearray(1 << 20), 0
     view = memoryview(buffer)
     while got := os.preadv(fd, [view], position):
+        faults.at("load.block")
         hasher.update(view[:got])
+        count(got)
         position += got
     return hasher.hexdigest()

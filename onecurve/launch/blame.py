@@ -81,6 +81,7 @@ def describe(error: BaseException, *, rank: int, step: int, place: str) -> dict[
         "secondary": is_secondary(error),
         "on_purpose": isinstance(error, errors.OnecurveError) and not isinstance(error, errors.PeerLost),
         "exit_code": error.exit_code if isinstance(error, errors.OnecurveError) else 3,
+        "gave_up": isinstance(error, errors.GaveUp),
     }
 
 
@@ -169,7 +170,8 @@ def to_error(record: dict[str, Any]) -> errors.OnecurveError:
     if record["on_purpose"]:
         named = getattr(errors, record["type"], None)
         if not (isinstance(named, type) and issubclass(named, errors.OnecurveError)):
-            named = BY_EXIT_CODE.get(record["exit_code"], errors.RunFailed)
+            failed = errors.GaveUp if record["gave_up"] else errors.RunFailed
+            named = BY_EXIT_CODE.get(record["exit_code"], failed)
         error = named(record["message"])
         error.rank = record["rank"]
         return error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from onecurve.errors import RunFailed
+from onecurve.errors import GaveUp, RunFailed
 
 T = TypeVar("T")
 
@@ -19,8 +19,8 @@ def with_restarts(
     """Call `run(attempt)`, attempt = 0, 1, …, until it returns; after RunFailed at most `budget` times in a row.
 
     `progressed()` gives the newest step that a restart would resume from; each time it has grown since the last failure
-    the budget is full again. Bad input, a failed check and a stop on request are never retried. `on_restart(attempt,
-    error)` is told before each retry. Raises the last RunFailed when the budget is spent.
+    the budget is full again. Bad input, a failed check, GaveUp and a stop on request are never retried.
+    `on_restart(attempt, error)` is told before each retry. Raises the last RunFailed when the budget is spent.
     """
     left, reached, attempt = budget, progressed(), 0
     while True:
@@ -29,7 +29,7 @@ def with_restarts(
         except RunFailed as error:
             if (now := progressed()) > reached:
                 left, reached = budget, now
-            if left <= 0:
+            if left <= 0 or isinstance(error, GaveUp):
                 raise
             left -= 1
             attempt += 1

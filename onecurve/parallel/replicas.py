@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from onecurve.errors import OnecurveError
+from onecurve.errors import GaveUp
 from onecurve.parallel.mesh import Mesh
 
 
-class ReplicasDiffer(OnecurveError):
-    """A rank's copy of a tensor is not the others'."""
+class ReplicasDiffer(GaveUp):
+    """A rank's copy of a tensor is not the others'. The newest checkpoint may hold what came of it: somebody should
+    look before the run goes on."""
 
 
 def digest(tensors: Mapping[str, Tensor]) -> int:

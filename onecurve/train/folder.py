@@ -3,10 +3,13 @@
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from onecurve.checkpoint import (
+    Fence,
+    RunLock,
     clean_leftovers,
     find_checkpoint,
     latest_checkpoint,
@@ -15,6 +18,7 @@ from onecurve.checkpoint import (
     read_manifest,
 )
 from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
+from onecurve.checkpoint.lock import FENCE_NAME, LOCK_NAME
 from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
 from onecurve.config import Config, config_to_toml, make_config, resume_config
@@ -30,7 +34,7 @@ from onecurve.train.order import Order
 from onecurve.train.parts import new_loader
 from onecurve.train.plan import Plan
 from onecurve.train.preflight import preflight
-from onecurve.train.records import replace_text
+from onecurve.train.records import replace_text, write_json
 
 RECORD_LIMIT = 1 << 20  # bytes of a run.json
 
@@ -39,7 +43,8 @@ def locate(order: Order, *, full_check: bool) -> Plan:
     """The plan of a new run of this order, without a fence: folder, curve and parent. `full_check` reads the corpus."""
     check_corpora(order.config)
     loader = new_loader(order.config, full_check=full_check)
-    parent, digest = find_parent(order.config, order.from_) if order.from_ else (None, "")
+    known = order.resume and order.run is not None and (order.run / "run.json").exists()  # its own record counts
+    parent, digest = find_parent(order.config, order.from_) if order.from_ and not known else (None, "")
     identity = curve_id(order.config, loader.fingerprint, digest or None)
     folder = order.run or Path("runs") / f"{order.source.stem}-{identity[:8]}"
     return Plan(order.config, folder, identity, None, order.resume, parent, digest)
@@ -71,8 +76,29 @@ def prepare(order: Order, plan: Plan, *, ranks_here: int) -> Plan | None:
     if corpus.folder is not None and not begun:
         keep_description(corpus.folder, folder / "corpus")
     replace_text(folder / "config.toml", config_to_toml(plan.config))
+    if not begun:  # from here on there is a run, whatever happens before its first checkpoint
+        write_json(folder / "run.json", plan.identity(corpus.fingerprint))
     say(f"run folder {folder}")
     return plan
+
+
+@contextlib.contextmanager
+def leaving_nothing(folder: Path) -> Iterator[Fence]:
+    """The lock of the run folder while the start is prepared and the run goes on. Where the start is refused, what was
+    made for it is removed: the lock's files and the folders, unless they were there before or hold anything else."""
+    made = [folder / name for name in (LOCK_NAME, FENCE_NAME) if not (folder / name).exists()]
+    folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    with RunLock(folder) as fence:
+        try:
+            yield fence
+        except InputError:
+            if not (folder / "config.toml").exists():  # no run was there, and none was begun
+                for path in made:
+                    path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    for path in folders:
+                        path.rmdir()
+            raise
 
 
 def resumed(plan: Plan, overrides: tuple[str, ...]) -> tuple[Plan, list[str]]:
@@ -93,7 +119,8 @@ def resumed(plan: Plan, overrides: tuple[str, ...]) -> tuple[Plan, list[str]]:
             f"{plan.folder}: its curve is {record['curve_id'][:8]}, but its config and the corpus as they are now make "
             f"{identity[:8]}; bring the corpus back (fingerprint {record['data_fingerprint'][:16]}), or start a new run"
         )
-    return replace(plan, config=config, curve_id=identity, parent_digest=record["parent"]), notes
+    parent = Path(record["parent_path"]) if record["parent_path"] else None
+    return replace(plan, config=config, curve_id=identity, parent=parent, parent_digest=record["parent"]), notes
 
 
 def refuse_strangers(plan: Plan) -> None:
@@ -124,7 +151,7 @@ def read_record(folder: Path) -> dict[str, str]:
     content = read_bytes(path, "record", cure, RECORD_LIMIT)
     try:
         record = json.loads(content)
-        return {name: str(record[name]) for name in names}
+        return {name: str(record[name]) for name in names} | {"parent_path": str(record.get("parent_path", ""))}
     except (ValueError, RecursionError, KeyError, TypeError):
         fault = f"is not JSON with {', '.join(names)}" if content.strip() else "is empty"
         raise InputError(f"record {show(path)}: it {fault}; {cure}") from None

@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from onecurve.errors import RunFailed
+from onecurve.errors import GaveUp
 from onecurve.parallel import Stats
 
 
@@ -86,13 +86,13 @@ class Guard:
     def roll_back(self, step: int, reason: str, fired: tuple[int, ...]) -> Rollback:
         """The consequence of an objection at `step`. `fired`: steps at which a rehearsed fault changes the update.
 
-        Raises RunFailed, with the story, once there were more than `max_rollbacks` without a new accepted step.
+        Raises GaveUp, with the story, once there were more than `max_rollbacks` without a new accepted step.
         """
         count = self.state.rollbacks + 1
         back_to = max(step - 2, 0)
         dropped = tuple(data_step(s, self.state.skipped) for s in range(back_to + 1, step + 1))
         if count > self.max_rollbacks:
-            raise RunFailed(
+            raise GaveUp(
                 f"step {step}: {reason}; gave up after {self.max_rollbacks} rollbacks in a row without an accepted new "
                 f"step (guard.max_rollbacks); batches given up so far: {list(self.state.skipped)}"
             )

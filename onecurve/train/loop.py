@@ -3,6 +3,7 @@ is due after it (evaluation, checkpoint, stop)."""
 
 import time
 from collections.abc import Callable
+from enum import IntFlag
 from typing import Any
 
 from torch import Tensor
@@ -14,43 +15,45 @@ from onecurve.launch import RankContext
 from onecurve.model import token_loss
 from onecurve.parallel import Stats
 from onecurve.parallel.replicas import ReplicasDiffer
+from onecurve.train import saves
+from onecurve.train.evaluate import EvaluationStopped, due_for_evaluation, held_out_loss, make_up_for_evaluation
 from onecurve.train.guard import data_step
 from onecurve.train.plan import Plan
+from onecurve.train.restore import go_back
 from onecurve.train.session import Session
 from onecurve.train.start import open_session
 
-STOP, SAVE, WRITING = 1, 2, 4  # votes that ride on the step's exchange, so that all ranks act on the same step
+Row = dict[str, Any]
+Watch = Callable[[Session, Row], None]
 
 
-Watch = Callable[[Session, dict[str, Any]], None]
+class Vote(IntFlag):
+    """What a rank asks for; votes ride on the step's exchange, so that all ranks act on the same step."""
+
+    STOP = 1
+    SAVE = 2
+    WRITING = 4  # a save is still being written here: its commit must wait
 
 
 def train_rank(order: dict[str, Any], context: RankContext, watch: Watch | None = None) -> dict[str, Any]:
     """One rank of a run, from where it stands to its last step. `order`: a Plan as JSON; `watch` is shown the session
     and the row of each step, on every rank. Raises Stopped where it was asked to stop."""
-    plan = Plan.from_json(order)
-    session = open_session(plan, context)
-    while session.step < plan.last_step:
+    session = open_session(Plan.from_json(order), context)
+    make_up_for_evaluation(session)
+    while session.step < session.plan.last_step:
         began = time.perf_counter()
         stats, rate = train_step(session)
-        objection = session.guard.objection(stats)
-        if objection:
-            session.go_back(session.guard.roll_back(session.step + 1, objection, session.fault_steps))
+        objection = None if stats.accepted else session.guard.objection(stats)  # a step without a token has none either
+        if objection is not None:
+            go_back(session, session.guard.roll_back(session.step + 1, objection, session.fault_steps))
             continue
-        session.step += 1
-        recovered = session.guard.accept(session.step, stats)
-        if recovered:
-            session.say(f"step {session.step}: accepted, loss {stats.loss:.6f}; the rollback is over")
-        if not stats.tokens:
-            session.event("no_tokens")
-        if session.memory is None:
-            session.measure_memory()
+        accept_step(session, stats)
         row = row_of(session, stats, rate, time.perf_counter() - began)
         if watch is not None:
             watch(session, row)
-        finish_step(session, row, stats.vote)
-    session.close()
-    session.event("end")
+        finish_step(session, row, Vote(stats.vote))
+    saves.close(session)
+    session.recorder.event("end", session.step)
     return {"step": session.step, "loss": session.guard.state.last_loss}
 
 
@@ -58,7 +61,7 @@ def train_step(session: Session) -> tuple[Stats, float]:
     """Run this rank's leaves of the next step and reduce them; the weights change unless the guard objects. Returns
     the stats, the same on all ranks, and the learning rate that was used."""
     step, context, optimizer = session.step + 1, session.context, session.optimizer
-    context.progress(session.step, session.config.train.steps)
+    session.keep_alive()
     for batch in session.loader.micro_batches(data_step(step, session.guard.state.skipped), optimizer.leaf_ids):
         context.place("forward")
         logits = rehearsed(session.model(batch.inputs, (session.config.train.seed, *batch.place)))
@@ -87,16 +90,28 @@ def rehearsed(logits: Tensor) -> Tensor:
     return faults.poison(logits, "logits")
 
 
-def votes(session: Session) -> int:
-    """What this rank asks for: to stop; to save, by rank 0's clock; to wait, for it still writes a save."""
+def votes(session: Session) -> Vote:
+    """What this rank asks for: to stop; to save, by rank 0's clock; to wait for the save it still writes."""
     every_minutes = session.config.checkpoint.every_minutes
     overdue = session.leader and due_by_clock(time.monotonic() - session.saved_at, every_minutes=every_minutes)
-    return STOP * session.context.stop_requested | SAVE * overdue | WRITING * (not session.saver.ready)
+    asked = {Vote.STOP: session.context.stop_requested, Vote.SAVE: overdue, Vote.WRITING: not session.saver.ready}
+    return Vote(sum(vote for vote, wanted in asked.items() if wanted))
 
 
-def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[str, Any]:
+def accept_step(session: Session, stats: Stats) -> None:
+    """Count the step: its update is done (without a token there was none)."""
+    session.step += 1
+    if session.guard.accept(session.step, stats):
+        session.recorder.say(f"step {session.step}: accepted, loss {stats.loss:.6f}; the rollback is over")
+    if not stats.tokens:
+        session.recorder.event("no_tokens", session.step)
+    if session.recorder.memory is None:
+        session.measure_memory()
+
+
+def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> Row:
     """The metrics of the step just done. Collective: the parameter norm is."""
-    maximum, mean = session.memory or (0, 0.0)
+    maximum, mean = session.recorder.memory or (0, 0.0)
     return {
         "step": session.step,
         "loss": stats.loss if stats.tokens else None,
@@ -113,23 +128,21 @@ def row_of(session: Session, stats: Stats, rate: float, seconds: float) -> dict[
     }
 
 
-def finish_step(session: Session, row: dict[str, Any], vote: int) -> None:
+def finish_step(session: Session, row: Row, vote: Vote) -> None:
     """Evaluate, write the row, save, stop: whatever is due after the step, in this order. Collective."""
-    observe, checkpoint, steps = session.config.observe, session.config.checkpoint, session.plan.last_step
-    session.context.progress(session.step, steps)
-    session.poll(not vote & WRITING)
-    evaluated = True
-    if session.held_out is not None and (session.step % observe.eval_every == 0 or session.step == steps):
-        loss = session.evaluate()
-        evaluated = loss is not None
-        row["val_loss"] = loss
-    if evaluated:
-        session.write_row(row)
-    stopping = bool(vote & STOP) or not evaluated
-    due = due_by_step(session.step, total=steps, every_steps=checkpoint.every_steps)
-    if due or vote & SAVE or stopping:
+    steps, every = session.plan.last_step, session.config.checkpoint.every_steps
+    session.keep_alive()
+    saves.poll(session, all_ready=not vote & Vote.WRITING)
+    try:
+        if due_for_evaluation(session):
+            row["val_loss"] = held_out_loss(session)
+        session.recorder.row(row)
+    except EvaluationStopped:
+        session.pending_row = row
+    stopping = bool(vote & Vote.STOP) or session.pending_row is not None
+    if stopping or vote & Vote.SAVE or due_by_step(session.step, total=steps, every_steps=every):
         session.context.place("save")
-        session.save(pending_row=None if evaluated else row)
-    if stopping and (session.step < steps or not evaluated):
-        session.close()
+        saves.save(session)
+    if stopping and (session.step < steps or session.pending_row):
+        saves.close(session)
         raise Stopped(f"stopped at step {session.step} of {steps}")

@@ -36,15 +36,16 @@ def environment(config: Config) -> dict[str, Any]:
 
 
 def fingerprint(config: Config) -> str:
-    """sha256 (hex) of a block's output and gradients at the run's micro-batch, context, width and heads."""
+    """sha256 (hex) of a block's output and gradients at the run's micro-batch, context, width, heads and dropout: with
+    one, attention takes another path."""
     model = config.model
-    block = Block(model.width, model.heads, 0.0)
+    block = Block(model.width, model.heads, model.dropout)
     with torch.no_grad():
         for name, p in block.named_parameters():
             p.normal_(0.0, 0.1, generator=generator("fingerprint", name))
     shape = (config.train.micro_batch, model.context, model.width)
     x = torch.randn(shape, generator=generator("fingerprint", "input")).requires_grad_()
-    y = block(x)
+    y = block(x, ("fingerprint", "dropout"))
     gradients = torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
     digest = hashlib.sha256()
     for tensor in (y.detach(), *gradients):

@@ -42,6 +42,15 @@ class Plan:
             "quiet": self.quiet,
         }
 
+    def identity(self, data_fingerprint: str) -> dict[str, str]:
+        """What run.json says of the curve: enough to go on with it, also where nothing was saved yet."""
+        return {
+            "curve_id": self.curve_id,
+            "parent": self.parent_digest,
+            "parent_path": str(self.parent.resolve()) if self.parent else "",
+            "data_fingerprint": data_fingerprint,
+        }
+
     @classmethod
     def from_json(cls, order: dict[str, Any]) -> "Plan":
         fence, parent = order["fence"], order["parent"]

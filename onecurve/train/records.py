@@ -13,6 +13,7 @@ from onecurve.errors import RunFailed
 from onecurve.paths import read_bytes
 
 METRICS = "metrics.jsonl"
+REMOVED = "metrics.removed.jsonl"
 EVENTS = "events.jsonl"
 
 
@@ -50,18 +51,26 @@ class Metrics:
 
     def __init__(self, folder: Path, keep_through: int) -> None:
         """Open the file, cut after step `keep_through`."""
-        self._path = folder / METRICS
+        self._path, self._beside = folder / METRICS, folder / REMOVED
         self._file: TextIO | None = None
         self.cut(keep_through)
 
     def cut(self, keep_through: int) -> None:
-        """Drop the rows past step `keep_through`, and a last line that a kill left torn. `lost` is then how many of the
-        rows up to there are not in the file, which somebody else must have damaged."""
+        """Drop the rows past step `keep_through`, and a last line that a kill left torn.
+
+        What else is no row, or a step's second one, somebody else has done to the file: `removed` such lines are moved
+        to REMOVED. `lost` is how many of the steps up to there have no row.
+        """
         if self._file is not None:
             self._file.close()
-        kept = [line for line, step in self._rows() if step <= keep_through]
-        self.lost = keep_through - len(kept)
-        replace_text(self._path, "".join(kept))
+        rows, strange = self._read()
+        kept = [line for step, line in sorted(rows.items()) if step <= keep_through]
+        self.lost, self.removed = keep_through - len(kept), len(strange)
+        with _recording(self._beside):
+            if strange:
+                with self._beside.open("ab") as file:
+                    file.write(b"".join(line + b"\n" for line in strange))
+        replace_text(self._path, "".join(f"{line}\n" for line in kept))
         with _recording(self._path):
             self._file = self._path.open("a", encoding="utf-8")
 
@@ -71,17 +80,33 @@ class Metrics:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
 
-    def _rows(self) -> list[tuple[str, int]]:
-        if not self._path.exists():
-            return []
-        rows = []
-        content = read_bytes(self._path, "metrics", "move it away; the run goes on without the rows in it")
-        for line in content.decode("utf-8", errors="replace").splitlines(keepends=True):
-            try:
-                rows.append((line, int(json.loads(line)["step"])))
-            except (ValueError, KeyError, TypeError):
-                break  # torn by a kill: nothing after it can be trusted, and the steps will be run again
-        return rows
+    def _read(self) -> tuple[dict[int, str], list[bytes]]:
+        """The last row of each step, and the lines that should not be there."""
+        cure = "move it away; the run goes on without the rows in it"
+        content = read_bytes(self._path, "metrics", cure) if self._path.exists() else b""
+        lines = content.split(b"\n")
+        if _step_of(lines[-1]) is None:
+            lines.pop()  # torn, or the nothing after the last line
+        rows: dict[int, str] = {}
+        strange = []
+        for line in lines:
+            step = _step_of(line)
+            if step is None:
+                strange.append(line)
+                continue
+            if step in rows:
+                strange.append(rows[step].encode())
+            rows[step] = line.decode()
+        return rows, strange
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a row of metrics; None if it is none."""
+    try:
+        step = json.loads(line.decode())["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int and step > 0 else None
 
 
 def log_event(folder: Path, event: str, step: int, **details: Any) -> None:

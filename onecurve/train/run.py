@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from onecurve.checkpoint import RunLock, clean_leftovers
+from onecurve.checkpoint import clean_leftovers
 from onecurve.config import Config
 from onecurve.errors import InputError, OnecurveError, RunFailed, Stopped
 from onecurve.launch import context_from_torchrun, run_ranks, with_restarts
@@ -23,7 +23,7 @@ from onecurve.launch.blame import clear_records
 from onecurve.launch.torchrun import under_torchrun
 from onecurve.parallel.transports import PointToPoint, share_any
 from onecurve.report.console import Progress
-from onecurve.train.folder import locate, newest_step, prepare, say
+from onecurve.train.folder import leaving_nothing, locate, newest_step, prepare, say
 from onecurve.train.loop import train_rank
 from onecurve.train.order import Order
 from onecurve.train.plan import Plan
@@ -52,7 +52,7 @@ def train(
     if under_torchrun():
         return train_under_torchrun(order)
     plan = locate(order, full_check=True)
-    with RunLock(plan.folder) as fence:
+    with leaving_nothing(plan.folder) as fence:
         ready = prepare(order, replace(plan, fence=fence), ranks_here=config.layout.dp)
         if ready is not None:
             with ending(order, ready):
@@ -133,7 +133,7 @@ def train_under_torchrun(order: Order) -> int:
         refusal = None
         if leader:
             try:
-                fence = held.enter_context(RunLock(plan.folder))
+                fence = held.enter_context(leaving_nothing(plan.folder))
                 told = prepared_by_leader(order, replace(plan, fence=fence))
             except OnecurveError as error:
                 refusal, told = error, {"exit_code": error.exit_code}
@@ -146,8 +146,8 @@ def train_under_torchrun(order: Order) -> int:
                 torch.set_num_threads(plan.config.numerics.threads)  # a resumed run keeps its own
                 with ending(order, plan) if leader else quiet_stop():
                     train_rank(told["plan"], context)
-    if refusal is not None:
-        raise refusal
+        if refusal is not None:
+            raise refusal
     return int(told.get("exit_code", 0))
 
 

@@ -1,7 +1,9 @@
 """How a rank's session begins: the parts are built, and the run goes to where it stands."""
 
+import json
 import platform
 import sys
+from typing import Any
 
 import torch
 
@@ -15,11 +17,14 @@ from onecurve.launch.ranks import GROUP_MARGIN_SECONDS
 from onecurve.launch.torchrun import under_torchrun
 from onecurve.parallel import Mesh, ZeroOptimizer, replicate
 from onecurve.report.console import Progress
+from onecurve.train import saves
 from onecurve.train.guard import Guard
 from onecurve.train.numerics import differences, environment
 from onecurve.train.parts import new_held_out, new_loader, new_model, new_schedule
 from onecurve.train.plan import Plan
+from onecurve.train.recorder import Recorder
 from onecurve.train.records import write_json
+from onecurve.train.restore import newest, restore
 from onecurve.train.session import Session
 
 
@@ -50,6 +55,8 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         keep=config.checkpoint.keep,
         fence=plan.fence,
         mirror=Mirror(config.checkpoint.mirror, keep=config.checkpoint.keep) if config.checkpoint.mirror else None,
+        alive=context.alive,
+        patience=config.limits.stall_seconds,
     )
     session = Session(
         plan=plan,
@@ -62,36 +69,45 @@ def open_session(plan: Plan, context: RankContext) -> Session:
         schedule=new_schedule(config),
         guard=Guard(config.guard.spike_factor, config.guard.max_rollbacks),
         saver=saver,
-        lines=Progress(train.steps, log_every=config.observe.log_every) if draws_lines(plan, mesh) else None,
+        recorder=Recorder(plan.folder, context, train.steps, plan.quiet, new_lines(plan, mesh)),
         numerics=environment(config),
     )
-    path = session.newest() if plan.resume else None
-    manifest = session.restore(path)
-    if session.leader:
-        write_run_record(session)
-    session.event("resume" if manifest else "start", layout=config.layout.model_dump())
-    if manifest is not None:
-        check_numerics(session, manifest)
-        session.say(f"resumed at step {manifest.step} of {train.steps}")
-    elif plan.resume:
-        session.say("no checkpoint to resume from: starting fresh")
-    if manifest is None and plan.parent is not None:
-        session.save()  # a copy of its own: the other run may be removed
+    compare_ranks(session)
+    go_where_it_stands(session)
     return session
 
 
-def draws_lines(plan: Plan, mesh: Mesh) -> bool:
-    """On a terminal the launching process draws a bar instead."""
-    return mesh.rank == 0 and not plan.quiet and (under_torchrun() or not sys.stderr.isatty())
+def go_where_it_stands(session: Session) -> None:
+    """Restore the newest checkpoint of a run that goes on; else begin. Collective."""
+    plan, recorder = session.plan, session.recorder
+    manifest = restore(session, newest(session) if plan.resume else None)
+    session.pending_row = manifest.guard.get("pending_row") if manifest else None
+    recorder.keep_rows(session.step - 1 if session.pending_row else session.step)
+    if session.leader:
+        write_run_record(session)
+    recorder.event("resume" if manifest else "start", session.step, layout=plan.config.layout.model_dump())
+    if manifest is not None:
+        check_numerics(session, manifest)
+        recorder.say(f"resumed at step {manifest.step} of {plan.config.train.steps}")
+    elif plan.resume:
+        how = f"again from the parent's state, {plan.parent}" if plan.parent_digest else "fresh"
+        recorder.say(f"no checkpoint to resume from: starting {how}")
+    if manifest is None and plan.parent_digest:
+        saves.save(session)
+        saves.drain(session)  # a copy of its own, before the first step: the other run may change or be removed
+
+
+def new_lines(plan: Plan, mesh: Mesh) -> Progress | None:
+    """Rank 0's line per step; on a terminal the launching process draws a bar instead."""
+    wanted = mesh.rank == 0 and not plan.quiet and (under_torchrun() or not sys.stderr.isatty())
+    return Progress(plan.config.train.steps, log_every=plan.config.observe.log_every) if wanted else None
 
 
 def write_run_record(session: Session) -> None:
     """run.json: what this curve is and where it runs now."""
     plan, optimizer = session.plan, session.optimizer
     record = {
-        "curve_id": plan.curve_id,
-        "parent": plan.parent_digest,
-        "data_fingerprint": session.loader.fingerprint,
+        **plan.identity(session.loader.fingerprint),
         "parameters": sum(spec.numel for spec in optimizer.table.parameters),
         "layout": plan.config.layout.model_dump() | {"transport": session.mesh.transport_name},
         "numerics": session.numerics,
@@ -100,14 +116,30 @@ def write_run_record(session: Session) -> None:
     write_json(plan.folder / "run.json", record)
 
 
+def compare_ranks(session: Session) -> None:
+    """Compare the environments of the ranks, which must all be rank 0's: one curve has one arithmetic. Collective."""
+    mine = json.dumps(session.numerics, sort_keys=True).encode()
+    first, *others = map(json.loads, session.mesh.share(mine))
+    odd = {rank: found for rank, other in enumerate(others, 1) if (found := differences(first, other))}
+    if odd:
+        changed = [*dict.fromkeys(phrase for found in odd.values() for phrase in found)]
+        ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+        text = f"the numeric environment of {ranks} is not that of rank 0: {'; '.join(changed)}"
+        record_or_refuse(session, text, changed, "give all ranks the same", ranks=[*odd])
+
+
 def check_numerics(session: Session, manifest: Manifest) -> None:
-    """Compare the environment with the checkpoint's: go on and say so, or refuse (numerics.on_change)."""
+    """Compare the environment with the checkpoint's."""
     changed = differences(manifest.numerics, session.numerics)
-    if not changed:
-        return
-    text = f"the numeric environment changed since step {manifest.step}: {'; '.join(changed)}"
+    if changed:
+        text = f"the numeric environment changed since step {manifest.step}: {'; '.join(changed)}"
+        record_or_refuse(session, text, changed, "resume where it was")
+
+
+def record_or_refuse(session: Session, text: str, changed: list[str], cure: str, **details: Any) -> None:
+    """What numerics.on_change says: go on and say so, or refuse."""
     if session.config.numerics.on_change == "refuse":
-        cure = 'resume where it was, or set numerics.on_change = "record" in the run\'s config.toml'
-        raise ConfigError(f'{text}; numerics.on_change = "refuse": {cure}')
-    session.say(f"{text}; the run goes on, its bits may differ from here")
-    session.event("numerics", changed=changed)
+        other = 'set numerics.on_change = "record" in the run\'s config.toml'
+        raise ConfigError(f'{text}; numerics.on_change = "refuse": {cure}, or {other}')
+    session.recorder.say(f"{text}; the run goes on, its bits may differ from here")
+    session.recorder.event("numerics", session.step, changed=changed, **details)

@@ -28,24 +28,38 @@ def one_attempt():
     mirror_module.ATTEMPTS = 1
 
 
+def copies_hang():
+    mirror_module.Remote._put = lambda *_: time.sleep(3600)
+
+
 def test_a_folder(new_run, reference, tmp_path):
     loses_its_disk(new_run("checkpoint.background=false"), reference, f"file://{tmp_path}/second place")
 
 
 def test_a_copy_slower_than_the_watchdog_is_waited_for(new_run, tmp_path):
     """The last copy is made when the ranks have nothing else to do; that is no hang."""
-    from onecurve.checkpoint.mirror import Remote
+    real = mirror_module.Remote._put
 
-    real = Remote.put
+    def slow(remote, local, path):
+        time.sleep(0.7)
+        return real(remote, local, path)
 
-    def slow(remote, local):
-        if local.name == "step-00000020":
-            time.sleep(5)
-        return real(remote, local)
+    run = new_run(f"checkpoint.mirror=file://{tmp_path}/there", "train.steps=5", "limits.stall_seconds=2.0")
+    assert run.train(before=lambda: setattr(mirror_module.Remote, "_put", slow)) == 0, run.errors
+    assert run.last.took > 6 * 0.7 and (tmp_path / "there" / "step-00000005" / "manifest.sha256").exists()
 
-    run = new_run(f"checkpoint.mirror=file://{tmp_path}/there", "limits.stall_seconds=3.0")
-    assert run.train(before=lambda: setattr(Remote, "put", slow)) == 0, run.errors
-    assert (tmp_path / "there" / "step-00000020" / "manifest.sha256").exists()
+
+@pytest.mark.parametrize("end", [0, pytest.param(75, marks=pytest.mark.slow)])
+def test_a_copy_that_hangs_is_given_up_in_one_line(new_run, tmp_path, end):
+    """Nothing of it moves any more: the run ends as it would have ended, with what it saved here."""
+    stop = "kill:signal=TERM,rank=1,step=5,place=forward" * (end == 75)
+    run = new_run(f"checkpoint.mirror=file://{tmp_path}/there", "train.steps=7", "limits.stall_seconds=2.0")
+    assert run.train(before=copies_hang, armed=stop, seconds=30) == end, run.errors
+    (line,) = [line for line in run.errors.splitlines() if "nothing moved for 2 s" in line]
+    newest = run.steps[-1]
+    assert line.startswith(f"onecurve: mirror: step-00000005, step-{newest:08d} not copied to file://{tmp_path}/there")
+    assert line in [f"onecurve: {event['text']}" for event in run.events("note")]
+    assert newest == (7 if end == 0 else 6) and len(run.events("end")) == (end == 0)
 
 
 def test_a_mirror_that_fails_is_said_and_stops_nothing(new_run, reference, tmp_path):

@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 
+from onecurve.checkpoint import read_manifest
+
 SPIKE = ("train.steps=30", "faults.lr_multiplier={step=12,factor=1000.0}")
 CALM = ("train.steps=30",)
 
@@ -58,6 +60,14 @@ FULL = [*matrix([1, 3, 4], [1, 3], [3, 4, 5, 7], [True, False]), *matrix([4, 6, 
 @pytest.mark.parametrize("layout", FULL, ids=" ".join)
 def test_one_digest_on_every_layout_in_full(new_run, reference, layout):
     test_one_digest_on_every_layout(new_run, reference, layout)
+
+
+def test_a_checkpoint_made_in_the_replay_knows_its_next_batch(new_run):
+    """Those that were given up lie ahead of it: step 9 draws batch 8, as ever, and step 12 the first behind them."""
+    run = new_run(*SPIKE, "checkpoint.every_steps=7")
+    assert run.train(armed="kill:signal=TERM,rank=0,place=replay") == 75
+    assert run.steps == [7, 8] and read_manifest(run.checkpoint(8)).skipped == [11, 12]
+    assert read_manifest(run.checkpoint(8)).data_step == 8
 
 
 KILLED = ["kill:rank=0,place=rollback", "kill:rank={last},place=replay", "kill:to=parent,rank=0,place=replay"]

@@ -72,9 +72,11 @@ def test_weights_are_bit_equal_to_those_before(tmp_path, new_run, bad, stage):
 
 
 def test_gives_up_with_the_story(new_run):
-    """A trouble that new batches do not cure: exit 3 after max_rollbacks, and the last healthy checkpoint stays."""
+    """A trouble that new batches do not cure: exit 3 after max_rollbacks, and the last healthy checkpoint stays. It
+    would be the same again, so there is no other attempt."""
     run = new_run("guard.max_rollbacks=2")
-    assert run.train(armed="poison:rank=1,step=7,place=logits,times=0") == 3
+    assert run.train(armed="poison:rank=1,step=7,place=logits,times=0", flags=("--restarts", "3")) == 3
+    assert run.events("restart") == []
     assert len(run.events("rollback")) == 2
     assert "step 8: loss nan or a gradient is not finite; gave up after 2 rollbacks in a row" in run.errors
     assert "batches given up so far: [6, 7, 8, 9]" in run.errors

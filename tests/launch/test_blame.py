@@ -4,8 +4,10 @@ import signal
 
 import pytest
 
-from onecurve.errors import CheckFailed, InputError, PeerLost, RunFailed, Stopped
-from onecurve.launch.blame import Ending, describe, is_secondary, verdict
+from onecurve.checkpoint.errors import DiskFull, Superseded
+from onecurve.errors import CheckFailed, GaveUp, InputError, PeerLost, RunFailed, Stopped
+from onecurve.launch.blame import Ending, describe, is_secondary, to_error, verdict
+from onecurve.parallel.replicas import ReplicasDiffer
 
 CLOSED = "[../pair.cc:553] Connection closed by peer [127.0.0.1]:44930. This is typically caused by a remote worker"
 
@@ -95,3 +97,11 @@ def test_no_error_no_verdict():
 def test_run_failed_on_a_rank_keeps_its_line_without_a_traceback():
     error = verdict([ending(1, RunFailed("gave up after 3 rollbacks"))])
     assert type(error) is RunFailed and str(error) == "gave up after 3 rollbacks" and error.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "again"), [(Superseded("x"), False), (ReplicasDiffer("x"), False), (DiskFull("x"), True)]
+)
+def test_whether_another_attempt_could_help_is_known_to_the_parent(error, again):
+    told = to_error(describe(error, rank=1, step=2, place="save"))
+    assert isinstance(told, RunFailed) and isinstance(told, GaveUp) != again

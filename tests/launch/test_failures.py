@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onecurve.errors import CheckFailed, InputError, OnecurveError, PeerLost, RunFailed, Stopped
+from onecurve.errors import CheckFailed, GaveUp, InputError, OnecurveError, PeerLost, RunFailed, Stopped
 from onecurve.launch import run_ranks
 from tests.launch.helpers import announce, leftovers
 
@@ -94,7 +94,7 @@ def test_a_folder_that_takes_no_records_does_not_hide_the_cause(tmp_path):
         run_ranks(failing_worker("raise", "compute", 1), 2, folder=tmp_path)
 
 
-@pytest.mark.parametrize("kind", [CheckFailed, InputError, Stopped])
+@pytest.mark.parametrize("kind", [CheckFailed, GaveUp, InputError, Stopped])
 def test_errors_raised_on_purpose_keep_type_code_and_line(tmp_path, kind):
     def worker(context):
         dist.barrier()

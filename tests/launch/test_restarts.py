@@ -1,6 +1,6 @@
 import pytest
 
-from onecurve.errors import CheckFailed, InputError, RunFailed, Stopped
+from onecurve.errors import CheckFailed, GaveUp, InputError, RunFailed, Stopped
 from onecurve.launch import with_restarts
 
 
@@ -47,7 +47,7 @@ def test_no_budget_no_restart():
         with_restarts(scripted.run, 0, lambda: scripted.reached)
 
 
-@pytest.mark.parametrize("error", [InputError("x"), CheckFailed("x"), Stopped("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [InputError("x"), CheckFailed("x"), GaveUp("x"), Stopped("x"), KeyboardInterrupt()])
 def test_never_after_these(error):
     scripted = Scripted(error, "never")
     with pytest.raises(type(error)):

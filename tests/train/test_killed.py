@@ -154,3 +154,23 @@ def test_a_row_that_a_kill_left_torn_is_written_again(tmp_path: Path, undisturbe
         file.write(json.dumps(rows(undisturbed)[14])[:57])
     assert train_here(run, flags=("--resume",)) == 0
     assert is_undisturbed(run, undisturbed)
+
+
+def test_a_damaged_row_is_the_only_one_that_is_lost(
+    tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    faults.arm("kill:rank=0,step=14,place=forward")
+    assert train_here(run, "checkpoint.background=false") == 3
+    faults.disarm()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:3], "?", *lines[4:], ""]))
+    capfd.readouterr()
+    assert train_here(run, flags=("--resume",)) == 0
+    said = "metrics.jsonl was changed from outside: lines that are no rows, moved to metrics.removed.jsonl: 1; "
+    assert f"{said}steps without a row, of the first 10: 1" in capfd.readouterr().err
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, *range(5, 21)]
+    assert [row["loss_hex"] for row in rows(run)[3:]] == [row["loss_hex"] for row in rows(undisturbed)[4:]]
+    assert (run / "metrics.removed.jsonl").read_text() == "?\n"
+    (event,) = [event for event in events(run) if event["event"] == "metrics_lost"]
+    assert (event["rows"], event["removed"]) == (1, 1)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import get_rank
 
 from onecurve.checkpoint import read_manifest
 from onecurve.config import load_config
@@ -28,7 +29,17 @@ def test_the_fingerprint_is_of_the_runs_own_shapes_and_draws_nothing():
     assert first == fingerprint(load_config(DEMO, ["train.seed=7"]))
     assert first != fingerprint(load_config(DEMO, ["model.width=36"]))
     assert first != fingerprint(load_config(DEMO, ["model.context=17"]))
+    assert first != fingerprint(load_config(DEMO, ["model.dropout=0.1"]))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_fingerprint_takes_the_runs_own_path_through_attention(monkeypatch):
+    """With dropout it is not the fused kernel's, so a change there is no change for such a run, and the other way."""
+    plain, dropped = load_config(DEMO), load_config(DEMO, ["model.dropout=0.1"])
+    before = fingerprint(plain), fingerprint(dropped)
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **o: real(*a, **o) * 1.5)
+    assert fingerprint(plain) != before[0] and fingerprint(dropped) == before[1]
 
 
 def test_differences_are_one_phrase_each():
@@ -75,6 +86,29 @@ def test_refuse_refuses_and_loses_nothing(tmp_path, capfd, elsewhere, monkeypatc
     said = [line for line in capfd.readouterr().err.splitlines() if "numeric environment" in line]
     assert len(said) == 1 and 'on_change = "refuse"' in said[0] and "-> 'elsewhere'" in said[0]
     assert digest(run, 2) == whole and not (run / "checkpoints/step-00000004").exists()
+
+
+@pytest.fixture
+def odd_ranks(monkeypatch):
+    """Ranks 1 and 3 run on more threads, as where a launcher sets them on some hosts only."""
+    threads = (1, 2, 1, 2)
+    monkeypatch.setattr(start, "environment", lambda config: environment(config) | {"threads": threads[get_rank()]})
+
+
+def test_ranks_that_differ_are_named_and_recorded(tmp_path, capfd, odd_ranks):
+    run = tmp_path / "run"
+    assert train_here(run, *SHORT) == 0
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "numeric environment" in line]
+    assert "of ranks 1, 3 is not that of rank 0: threads 1 -> 2;" in line and "may differ from here" in line
+    (event,) = [event for event in events(run) if event["event"] == "numerics"]
+    assert (event["step"], event["ranks"], event["changed"]) == (0, [1, 3], ["threads 1 -> 2"])
+
+
+def test_ranks_that_differ_are_refused(tmp_path, capfd, odd_ranks):
+    assert train_here(tmp_path / "run", *SHORT, 'numerics.on_change="refuse"') == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "numeric environment" in line]
+    assert "ranks 1, 3" in line and 'on_change = "refuse"' in line
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 def test_the_same_environment_says_nothing(tmp_path, capfd):

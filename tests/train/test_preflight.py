@@ -7,8 +7,9 @@ import torch
 
 from onecurve.config import load_config
 from onecurve.errors import InputError
-from onecurve.train import preflight
+from onecurve.train import folder, preflight
 from tests.badday.commands import small
+from tests.commands import train_here
 
 
 @pytest.fixture
@@ -79,3 +80,18 @@ def test_a_dry_batch_that_fails(config, monkeypatch):
     with pytest.raises(InputError, match="can't allocate memory") as refusal:
         preflight.dry_batch(config())
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("there", [[], ["runs"], ["runs/new"], ["runs/new/notes"]])
+def test_a_refused_start_leaves_nothing_behind(tmp_path, monkeypatch, there):
+    """Neither the lock's files nor the folders that were made for them; what was there stays."""
+
+    def refused(*_):
+        raise InputError("no")
+
+    for name in there:
+        (tmp_path / name).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(folder, "preflight", refused)
+    assert train_here(tmp_path / "runs/new") == 2
+    assert sorted(tmp_path.rglob("*")) == before
