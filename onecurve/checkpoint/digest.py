@@ -1,13 +1,13 @@
 """The state digest: one hash over masters and moments, the same for every layout, computed shard by shard.
 
-    leaf   BLAKE3 over 2^14 elements in a row (little-endian fp32) of one (kind, parameter, slice); the last is shorter
-    node   sha256 over the canonical JSON [kind, parameter, slice, elements] and its leaves
+    chunk  BLAKE3 over 2^14 elements in a row (little-endian fp32) of one (kind, parameter, slice); the last is shorter
+    node   sha256 over the canonical JSON [kind, parameter, slice, elements] and the hashes of its chunks
     root   sha256 over all nodes: kind by kind, parameters in the model's order, slices in order
 
 BLAKE3 because all bytes pass here once more than through the files' sha256: it is as strong and several times as fast.
 
 Each holder hashes the chunks that it holds whole and hands over the bytes of those it shares with a neighbour; one
-exchange later everybody has all leaves. A holder is a rank with its shard, or a file of a checkpoint: same code.
+exchange later everybody has all hashes. A holder is a rank with its shard, or a file of a checkpoint: same code.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ import numpy as np
 from blake3 import blake3
 
 from onecurve.checkpoint.errors import DamagedCheckpoint
-from onecurve.checkpoint.manifest import KINDS, LEAF_HASH, LeafHash, canonical_json
+from onecurve.checkpoint.manifest import CHUNK_HASH, KINDS, ChunkHash, canonical_json
 
 CHUNK = 1 << 14  # elements: 64 KiB, small beside a shard, and in cache while it is hashed
-HASHES: dict[LeafHash, Callable[[bytes | memoryview], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+HASHES: dict[ChunkHash, Callable[[bytes | memoryview], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
 
 
 class Slot(NamedTuple):
@@ -53,29 +53,29 @@ class Part:
     """What one holder contributes: hashes of whole chunks, keyed (kind, slot, chunk), and bytes of cut ones, keyed
     (kind, slot, offset)."""
 
-    leaves: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+    chunks: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
     fragments: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
 
     def pack(self) -> tuple[dict[str, Any], bytes]:
         """A JSON header and a blob, for `agree`."""
         runs: list[list[int]] = []  # [kind, slot, first chunk, chunks]
-        for kind, slot, chunk in self.leaves:
+        for kind, slot, chunk in self.chunks:
             if runs and runs[-1][:2] == [kind, slot] and sum(runs[-1][2:]) == chunk:
                 runs[-1][3] += 1
             else:
                 runs.append([kind, slot, chunk, 1])
         header = {
-            "leaves": runs,
+            "chunks": runs,
             "fragments": [[*key, len(data)] for key, data in self.fragments.items()],
         }
-        return header, b"".join([*self.leaves.values(), *self.fragments.values()])
+        return header, b"".join([*self.chunks.values(), *self.fragments.values()])
 
     @classmethod
     def unpack(cls, header: Mapping[str, Any], blob: bytes) -> "Part":
         part, at = cls(), 0
-        for kind, slot, first, count in header["leaves"]:
+        for kind, slot, first, count in header["chunks"]:
             for chunk in range(first, first + count):
-                part.leaves[kind, slot, chunk] = blob[at : at + 32]
+                part.chunks[kind, slot, chunk] = blob[at : at + 32]
                 at += 32
         for kind, slot, offset, size in header["fragments"]:
             part.fragments[kind, slot, offset] = blob[at : at + size]
@@ -98,14 +98,14 @@ def digest_part(
     slots: Sequence[Slot],
     ranges: Iterable[Range],
     buffers: Sequence[np.ndarray],
-    leaf_hash: LeafHash = LEAF_HASH,
+    chunk_hash: ChunkHash = CHUNK_HASH,
     beside: Callable[[memoryview], object] | None = None,
 ) -> Part:
     """Hash this holder's `ranges` of its `buffers`: one 1-D fp32 array for each of KINDS.
 
     `beside` is called with all bytes, kind by kind and range by range, in pieces that are in cache then.
     """
-    part, hasher = Part(), HASHES[leaf_hash]
+    part, hasher = Part(), HASHES[chunk_hash]
     order = {(slot.name, slot.slice): index for index, slot in enumerate(slots)}
     ranges = list(ranges)
     for kind in range(len(KINDS)):
@@ -119,41 +119,41 @@ def digest_part(
                 if beside is not None:
                     beside(view)
                 if offset % CHUNK == 0 and (stop % CHUNK == 0 or stop == slots[slot].numel):
-                    part.leaves[kind, slot, offset // CHUNK] = hasher(view).digest()
+                    part.chunks[kind, slot, offset // CHUNK] = hasher(view).digest()
                 else:
                     part.fragments[kind, slot, offset] = bytes(view)
                 offset = stop
     return part
 
 
-def combine(slots: Sequence[Slot], parts: Iterable[Part], leaf_hash: LeafHash = LEAF_HASH) -> str:
+def combine(slots: Sequence[Slot], parts: Iterable[Part], chunk_hash: ChunkHash = CHUNK_HASH) -> str:
     """The root, in hex, from everybody's parts. Raises DamagedCheckpoint where they leave a hole."""
-    return hashlib.sha256(b"".join(nodes(slots, parts, leaf_hash).values())).hexdigest()
+    return hashlib.sha256(b"".join(nodes(slots, parts, chunk_hash).values())).hexdigest()
 
 
 def nodes(
-    slots: Sequence[Slot], parts: Iterable[Part], leaf_hash: LeafHash = LEAF_HASH
+    slots: Sequence[Slot], parts: Iterable[Part], chunk_hash: ChunkHash = CHUNK_HASH
 ) -> dict[tuple[str, str, int], bytes]:
     """The digest of each (kind, parameter, slice), in canonical order. Raises DamagedCheckpoint as `combine` does."""
-    leaves: dict[tuple[int, int, int], bytes] = {}
+    chunks: dict[tuple[int, int, int], bytes] = {}
     cut: dict[tuple[int, int, int], list[tuple[int, bytes]]] = {}
     for part in parts:
-        leaves.update(part.leaves)
+        chunks.update(part.chunks)
         for (kind, slot, offset), data in part.fragments.items():
             cut.setdefault((kind, slot, offset // CHUNK), []).append((offset, data))
     for (kind, slot, chunk), pieces in cut.items():
         pieces.sort()
         data = b"".join(piece for _, piece in pieces)
         if len(data) == 4 * min(CHUNK, slots[slot].numel - chunk * CHUNK):
-            leaves[kind, slot, chunk] = HASHES[leaf_hash](data).digest()
+            chunks[kind, slot, chunk] = HASHES[chunk_hash](data).digest()
     found: dict[tuple[str, str, int], bytes] = {}
     for kind, kind_name in enumerate(KINDS):
         for index, (name, part_of, numel) in enumerate(slots):
             node = hashlib.sha256(canonical_json([kind_name, name, part_of, numel]))
             for chunk in range(-(-numel // CHUNK)):
-                leaf = leaves.get((kind, index, chunk))
-                if leaf is None:
+                hashed = chunks.get((kind, index, chunk))
+                if hashed is None:
                     raise DamagedCheckpoint(f"{kind_name} of {name}, slice {part_of}: nobody holds chunk {chunk}")
-                node.update(leaf)
+                node.update(hashed)
             found[kind_name, name, part_of] = node.digest()
     return found

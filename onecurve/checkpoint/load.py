@@ -1,9 +1,9 @@
 """Loading: any checkpoint into any layout, proven by the digest of what has arrived in memory.
 
-    share 1   rank 0 reads and checks the manifest and the folder    -> the manifest, to all
+    round 1   rank 0 reads and checks the manifest and the folder    -> the manifest, to all
     read      each rank: header bytes of the files it needs, then exactly its ranges, straight into its vectors
-    share 2   digest leaves of what each rank now owns               -> the root, compared with the manifest's
-    share 3   only where that fails: files are hashed, spread over the ranks, to name the damaged one
+    round 2   chunk hashes of what each rank now owns                -> the root, compared with the manifest's
+    round 3   only where that fails: files are hashed, spread over the ranks, to name the damaged one
 
 The digest covers every element, the header is compared byte for byte, extras have hashes of their own: so no bit of a
 file is used unseen, with one pass over the data instead of two.
@@ -20,7 +20,7 @@ from onecurve.checkpoint.agree import Alone, RankGroup, agree, attempt
 from onecurve.checkpoint.digest import Part, combine, digest_part, nodes, slots_of
 from onecurve.checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
 from onecurve.checkpoint.holdings import Saveable, owned_places
-from onecurve.checkpoint.manifest import KINDS, LEAF_HASH, FileEntry, LeafHash, Manifest, parse_manifest
+from onecurve.checkpoint.manifest import CHUNK_HASH, KINDS, ChunkHash, FileEntry, Manifest, parse_manifest
 from onecurve.checkpoint.patience import Alive, Count, silent, together
 from onecurve.checkpoint.read import check_folder, check_hash, parse_checked, read_extra, read_manifest_bytes
 from onecurve.checkpoint.reshard import check_fits, plan_reads
@@ -75,7 +75,7 @@ def load_checkpoint(
                 f"{path}: this model has no frozen parameter or buffer {', '.join(sorted(missing))}"
             )
         parts = [Part.unpack(*message) for message in told]
-        found = combine(slots_of(manifest.tensors), parts, manifest.leaf_hash)
+        found = combine(slots_of(manifest.tensors), parts, manifest.chunk_hash)
         if found != manifest.state_digest:
             raise DamagedCheckpoint(f"{path}: what was read does not have the manifest's state digest")
     except DamagedCheckpoint as error:
@@ -182,13 +182,13 @@ def _fill(path: Path, manifest: Manifest, optimizer: Saveable, count: Count) -> 
                                     f"{target.dtype} {tuple(target.shape)} in this model")  # fmt: skip
         with torch.no_grad():
             target.copy_(saved)
-    return _own_part(optimizer, manifest.leaf_hash, count)
+    return _own_part(optimizer, manifest.chunk_hash, count)
 
 
-def _own_part(optimizer: Saveable, leaf_hash: LeafHash = LEAF_HASH, count: Count = silent) -> Part:
+def _own_part(optimizer: Saveable, chunk_hash: ChunkHash = CHUNK_HASH, count: Count = silent) -> Part:
     buffers = [floats(getattr(optimizer, kind).detach().cpu()) for kind in KINDS]
     return digest_part(
-        slots_of(optimizer.table.parameters), owned_places(optimizer), buffers, leaf_hash, lambda v: count(len(v))
+        slots_of(optimizer.table.parameters), owned_places(optimizer), buffers, chunk_hash, lambda v: count(len(v))
     )
 
 

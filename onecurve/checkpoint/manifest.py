@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
 
 SCHEMA = 2
-LeafHash = Literal["blake3", "sha256"]
-LEAF_HASH: LeafHash = "blake3"  # what state digests are made with; see digest.py
+ChunkHash = Literal["blake3", "sha256"]
+CHUNK_HASH: ChunkHash = "blake3"  # what state digests are made with; see digest.py
 KINDS = ("master", "exp_avg", "exp_avg_sq")  # the optimizer's state, fp32, in this order in files and in the digest
 MANIFEST, MANIFEST_HASH = "manifest.json", "manifest.sha256"
 MAX_MANIFEST_BYTES = 1 << 28
@@ -26,7 +26,7 @@ FILE_NAME = re.compile(r"rank-(\d{4,6})\.safetensors", re.ASCII)
 
 # How each older schema becomes the next one: the number it has -> the change to the raw JSON object.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: lambda raw: raw | {"schema": 2, "leaf_hash": "sha256"},
+    1: lambda raw: raw | {"schema": 2, "chunk_hash": "sha256"},
 }
 
 _Count = Annotated[int, Field(ge=0, le=1 << 48)]
@@ -89,14 +89,14 @@ class Segment(NamedTuple):
 class Manifest(_Strict):
     """See INTERFACE, Checkpoint. `wall_clock` is in seconds since the epoch; `finite` says that every value of the
     masters and moments is; `updates` counts AdamW's accepted updates; `faults` are the rehearsals that have fired;
-    `leaf_hash` is what hashed the leaves of `state_digest`."""
+    `chunk_hash` is what hashed the chunks of `state_digest`."""
 
     schema_version: int = Field(alias="schema", default=SCHEMA)
     onecurve: str = ""  # the version that wrote it
     step: Annotated[int, Field(ge=0, le=99_999_999)]
     curve_id: Annotated[str, Field(max_length=128)] = ""
     state_digest: _Sha256
-    leaf_hash: LeafHash = LEAF_HASH
+    chunk_hash: ChunkHash = CHUNK_HASH
     updates: _Count
     finite: bool
     numerics: dict[str, Any] = Field(default_factory=dict)

@@ -118,7 +118,7 @@ def digest_of_files(path: Path, manifest: Manifest) -> str:
     ranges: dict[str, list] = {f.name: [] for f in manifest.files}
     for segment in manifest.segments():
         ranges[segment.file].append(segment)
-    kind = manifest.leaf_hash
+    kind = manifest.chunk_hash
     parts = [digest_part(slots, ranges[name], state, kind) for name, state in _states(path, manifest, KINDS)]
     return combine(slots, parts, kind)
 

@@ -1,13 +1,13 @@
 """Saving: every rank writes the ranges it owns, rank 0 commits.
 
-    begin      collective   rank 0 makes the temp folder; share its name, and which rank knows which extras
-    write      each rank    its file, sha256, digest leaves
-    gather     collective   share sizes, hashes, leaves, cut chunks
+    begin      collective   rank 0 makes the temp folder; its name goes to all, and which rank knows which extras
+    write      each rank    its file, sha256, chunk hashes
+    gather     collective   sizes, hashes of files and chunks, cut chunks
     commit     rank 0       the manifest, fsync, rename: see store.py
-    conclude   collective   share the manifest's bytes
+    conclude   collective   the manifest's bytes, to all
 
 `write` and `commit` take part in no collective, so they may run on another thread. Every
-share also carries errors (see agree.py): all ranks raise the same one, and rank 0 removes the temp folder.
+exchange also carries errors (see agree.py): all ranks raise the same one, and rank 0 removes the temp folder.
 
 Places for injected faults (onecurve/faults.py): save.begin, save.write, save.written on each rank; save.commit and
 save.rename on rank 0.

@@ -242,7 +242,7 @@ def _read_digests(folder: Path) -> dict[tuple[int, str], str]:
         notes = list[str]()
         manifest = _read_json(file, notes)
         step, digest = manifest.get("step"), manifest.get("state_digest")
-        leaf_hash = str(manifest.get("leaf_hash", "sha256"))  # schema 1 had no such field
+        chunk_hash = str(manifest.get("chunk_hash", "sha256"))  # schema 1 had no such field
         if type(step) is int and isinstance(digest, str):
-            digests[step, leaf_hash] = digest
+            digests[step, chunk_hash] = digest
     return digests

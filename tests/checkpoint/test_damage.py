@@ -168,7 +168,7 @@ def test_an_extra_file(two):
         lambda raw: raw.update(surprise=1),
         lambda raw: raw.update(schema="1"),
         lambda raw: raw.update(schema=-1),
-        lambda raw: raw.update(leaf_hash="md5"),
+        lambda raw: raw.update(chunk_hash="md5"),
         lambda raw: raw.update(guard={"deep": None} | {"x": [[[[]]]]}, tensors=None),
     ],
 )

@@ -48,8 +48,8 @@ def test_every_layout_saves_the_same_digest_and_loads_everywhere(tmp_path, saved
         assert set(all_good(on_ranks(world, work))) == {manifest.state_digest}
 
 
-@pytest.mark.parametrize("leaf_hash, hasher", [("blake3", blake3), ("sha256", hashlib.sha256)])
-def test_the_digest_is_the_documented_one(tmp_path, leaf_hash, hasher):
+@pytest.mark.parametrize("chunk_hash, hasher", [("blake3", blake3), ("sha256", hashlib.sha256)])
+def test_the_digest_is_the_documented_one(tmp_path, chunk_hash, hasher):
     """Written out from docs/checkpoint.md, over whole parameters; sha256 is what schema 1 hashed its leaves with."""
     manifest = save(tmp_path)
     root = hashlib.sha256()
@@ -58,9 +58,9 @@ def test_the_digest_is_the_documented_one(tmp_path, leaf_hash, hasher):
             data, node = values.numpy().tobytes(), canonical_json([kind_name, name, index, values.numel()])
             leaves = [hasher(data[at : at + (1 << 16)]).digest() for at in range(0, len(data), 1 << 16)]
             root.update(hashlib.sha256(node + b"".join(leaves)).digest())
-    kept = manifest.model_copy(update={"leaf_hash": leaf_hash})
+    kept = manifest.model_copy(update={"chunk_hash": chunk_hash})
     assert digest_of_files(tmp_path / "step-00000010", kept) == root.hexdigest()
-    assert (manifest.state_digest == root.hexdigest()) == (leaf_hash == "blake3")
+    assert (manifest.state_digest == root.hexdigest()) == (chunk_hash == "blake3")
 
 
 def test_the_job_writes_12_bytes_per_trained_element(tmp_path):

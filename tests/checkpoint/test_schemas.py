@@ -25,11 +25,11 @@ def test_a_newer_schema_is_refused_by_name_and_an_older_one_read(two, monkeypatc
 
 
 def as_schema_1(path):
-    """Turn a checkpoint into what schema 1 would have been: sha256 leaves, and no field that says so."""
-    old = read_manifest(path).model_copy(update={"leaf_hash": "sha256"})
+    """Turn a checkpoint into what schema 1 would have been: sha256 chunks, and no field that says so."""
+    old = read_manifest(path).model_copy(update={"chunk_hash": "sha256"})
 
     def change(raw):
-        del raw["leaf_hash"]
+        del raw["chunk_hash"]
         raw.update(schema=1, state_digest=digest_of_files(path, old))
 
     rewrite(path, change)
@@ -50,7 +50,7 @@ def test_schema_1_is_verified_and_loaded_with_its_own_leaves(two):
 
     all_good(on_ranks(3, work))
     # the claim that its leaves are of today's kind does not hold
-    rewrite(path, lambda raw: raw.update(schema=2, leaf_hash="blake3"))
+    rewrite(path, lambda raw: raw.update(schema=2, chunk_hash="blake3"))
     assert "state digest" in verify_checkpoint(path)[0]
 
 
