@@ -85,10 +85,10 @@ def test_equal_losses_over_other_weights_are_a_difference(tmp_path: Path) -> Non
     assert "one" in "\n".join(result.lines())
 
 
-def test_digests_of_leaves_hashed_otherwise_are_not_compared(tmp_path: Path) -> None:
+def test_digests_of_chunks_hashed_otherwise_are_not_compared(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", ROWS, digests={2: "old"})
-    b = write_run(tmp_path / "b", ROWS, digests={2: "new"}, leaf_hash="blake3")
-    c = write_run(tmp_path / "c", ROWS, digests={2: "other"}, leaf_hash="blake3")
+    b = write_run(tmp_path / "b", ROWS, digests={2: "new"}, chunk_hash="blake3")
+    c = write_run(tmp_path / "c", ROWS, digests={2: "other"}, chunk_hash="blake3")
     assert "and 0 state digests are equal" in "\n".join(compare_runs(a, b).lines())
     assert [(d.step, d.a, d.b) for d in compare_runs(b, c).first] == [(2, "new", "other")]
 
