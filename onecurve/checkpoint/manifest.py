@@ -87,7 +87,7 @@ class Segment(NamedTuple):
 
 
 class Manifest(_Strict):
-    """See INTERFACE, Checkpoint. `wall_clock` is in seconds since the epoch; `finite` says that every value of the
+    """See docs/checkpoint.md. `wall_clock` is in seconds since the epoch; `finite` says that every value of the
     masters and moments is; `updates` counts AdamW's accepted updates; `faults` are the rehearsals that have fired;
     `chunk_hash` is what hashed the chunks of `state_digest`."""
 

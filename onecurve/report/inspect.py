@@ -36,7 +36,7 @@ def manifest_lines(manifest: Manifest) -> list[str]:
     """What the manifest holds: the run's place, the files, the tensors with their (slice, offset, length) per file."""
     elements = sum(tensor.slice_numel * tensor.slices for tensor in manifest.tensors)
     size = sum(file.size for file in manifest.files)
-    schema = f"read as schema {manifest.schema_version}, leaves of the digest by {manifest.chunk_hash}"
+    schema = f"read as schema {manifest.schema_version}, chunks of the digest by {manifest.chunk_hash}"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.wall_clock))
     facts: list[tuple[str, Any]] = [
         ("step", f"{manifest.step}, {manifest.updates} updates, next batch {manifest.data_step}"),

@@ -1,4 +1,4 @@
-"""cases.md 13 (the checkpoint's half; the export's: tests/export) and 23, as far as it is built. (9 and 20:
+"""Cases 13 (the checkpoint's half; the export's: tests/export) and 23, as far as it is built. (9 and 20:
 test_verdict.py; 8 and 10: test_folder.py, test_damage.py; 21: test_failures.py; 22: test_signals.py.)"""
 
 import pytest

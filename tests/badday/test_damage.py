@@ -70,7 +70,7 @@ def test_undamaged_it_is_finished(copy):
 
 @pytest.mark.parametrize(("damage", "name"), [*zip(DAMAGES, [*FILES[4:], *SHARDS], strict=True)])
 def test_case_8_and_10_a_damaged_file(copy, reference, tmp_path, damage, name):
-    """cases.md 8, 10."""
+    """Case 8, 10."""
     name = SHARDS[1] if damage == "swapped" else name
     spoil(copy.checkpoint(10), name, damage, tmp_path)
     refused_and_resumed(copy, name, reference)
@@ -79,7 +79,7 @@ def test_case_8_and_10_a_damaged_file(copy, reference, tmp_path, damage, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "name"), [*itertools.product(DAMAGES, FILES)])
 def test_case_8_and_10_in_full(copy, reference, tmp_path, damage, name):
-    """cases.md 8, 10."""
+    """Case 8, 10."""
     spoil(copy.checkpoint(10), name, damage, tmp_path)
     refused_and_resumed(copy, name, reference)
 
@@ -101,14 +101,14 @@ def flips(run, reference, count, tmp_path):
 
 
 def test_case_10_flipped_bits(done, reference, tmp_path):
-    """cases.md 10."""
+    """Case 10."""
     flips(done, reference, 3, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_case_10_a_bit_flipped_at_200_random_places(done, reference, tmp_path):
-    """cases.md 10."""
+    """Case 10."""
     flips(done, reference, 200, tmp_path)
 
 

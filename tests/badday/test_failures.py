@@ -30,14 +30,14 @@ def failed(run, way, place):
 
 @pytest.mark.parametrize(("way", "place"), [*itertools.product(WAYS, ["forward", "exchange", "save.write"])])
 def test_case_21_the_real_error_is_named(new_run, way, place):
-    """cases.md 21."""
+    """Case 21."""
     failed(new_run(*SETS), way, place)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "place"), [*itertools.product(WAYS, PLACES)])
 def test_case_21_at_every_place_and_resumed(new_run, reference, way, place):
-    """cases.md 21."""
+    """Case 21."""
     run = new_run(*SETS)
     failed(run, way, place)
     assert run.train("layout.dp=2", resume=True) == 0

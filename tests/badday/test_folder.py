@@ -77,7 +77,7 @@ def save_fails(run, place, error, background):
     ("place", "error", "background"), [("save.write", "ENOSPC", "true"), ("save.rename", "EIO", "false")]
 )
 def test_a_failed_save_ends_the_run_and_leaves_the_older_checkpoint(new_run, reference, place, error, background):
-    """cases.md 8 and 9. keep = 2."""
+    """Case 8 and 9. keep = 2."""
     run = new_run()
     save_fails(run, place, error, background)
     assert run.train("layout.dp=3", resume=True) == 0
@@ -103,7 +103,7 @@ LONG = ("train.steps=200", "checkpoint.every_steps=20")
 
 @pytest.mark.parametrize("left", [0, 24], ids=["nothing left", "24 KiB left"])
 def test_case_8_a_disk_that_fills(disk, tmp_path, reference, left):
-    """cases.md 8. A tmpfs of 2 MiB; something else takes the room while the run trains."""
+    """Case 8. A tmpfs of 2 MiB; something else takes the room while the run trains."""
     folder = disk("size=2m")
     run = Run(folder / "run", small(tmp_path), LONG)
     command = run.start()

@@ -43,7 +43,7 @@ NINE = [*itertools.product(TARGETS, ["exchange", "evaluation", "save.write"])]
 
 @pytest.mark.parametrize(("name", "stops"), [("TERM", NINE), ("INT", NINE[::4])], ids=["TERM", "INT"])
 def test_case_22_one_after_the_other(new_run, reference, name, stops):
-    """cases.md 22: stops in one run, of each kind of target and place."""
+    """Case 22: stops in one run, of each kind of target and place."""
     run, rng = new_run(*EVALUATED), random.Random(name)
     for number, (target, place) in enumerate(stops):
         stopped(run, rng, name, target, place, resume=number > 0)
@@ -55,7 +55,7 @@ def test_case_22_one_after_the_other(new_run, reference, name, stops):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("target", "place"), [*itertools.product(TARGETS, PLACES)])
 def test_case_22_ten_times_each(new_run, reference, target, place):
-    """cases.md 22: ten stops of one kind, five of them SIGINT; every stop resumed, both runs to the end."""
+    """Case 22: ten stops of one kind, five of them SIGINT; every stop resumed, both runs to the end."""
     for name in ("TERM", "INT"):
         run, rng = new_run(*EVALUATED), random.Random(f"{target} {place} {name}")
         for number in range(5):

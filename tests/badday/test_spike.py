@@ -1,4 +1,4 @@
-"""Row X5: one step with its learning rate times 1000 makes the loss jump; the run goes back and takes other batches.
+"""One step with its learning rate times 1000 makes the loss jump; the run goes back and takes other batches.
 
 The result is a function of the curve: not of the layout, of where checkpoints were made, or of how often it was killed.
 """

@@ -24,7 +24,7 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 @pytest.mark.parametrize("bad", BAD)
 def test_case_20_same_verdict_everywhere_and_the_bad_step_changes_nothing(new_run, reference, bad):
-    """cases.md 20."""
+    """Case 20."""
     run = new_run()
     assert run.train(armed=BAD[bad]) == 0, run.errors
     (event,) = run.events("rollback")
@@ -95,7 +95,7 @@ def test_a_resumed_run_has_no_more_rollbacks_than_one_that_was_not_killed(new_ru
 
 
 def test_case_9_nan_weights_never_push_out_a_healthy_checkpoint(new_run):
-    """cases.md 9. A rate so large that the update overflows; each step is saved, keep = 2, and the run gives up."""
+    """Case 9. A rate so large that the update overflows; each step is saved, keep = 2, and the run gives up."""
     run = new_run(
         "faults.lr_multiplier={step=9,factor=1e300}", "checkpoint.every_steps=1", "checkpoint.background=false",
         "guard.max_rollbacks=0",
@@ -109,7 +109,7 @@ def test_case_9_nan_weights_never_push_out_a_healthy_checkpoint(new_run):
 
 
 def test_case_9_keep_1_is_refused_and_a_failed_save_leaves_the_old_one(new_run, reference):
-    """cases.md 9."""
+    """Case 9."""
     run = new_run()
     assert run.train("checkpoint.keep=1") == 2
     assert run.errors.count("\n") == 1 and "checkpoint.keep" in run.errors

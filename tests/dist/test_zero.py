@@ -205,7 +205,7 @@ def test_stage_3_holds_a_shard_and_at_most_two_units_of_weights():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_of_stages_2_and_3_are_shards_and_two_units(stage):
-    """DESIGN's table: 4P/N per counter buffer alive, and two units while backward runs."""
+    """The plan's table: 4P/N per counter buffer alive, and two units while backward runs."""
 
     def work(context):
         model = GPT(**SMALL | {"layers": 5, "width": 64}, seed=1)

@@ -96,10 +96,21 @@ def test_without_its_own_clock_the_watchdog_blames_a_frozen_run(tmp_path, monkey
 
 def test_without_the_pause_one_request_counts_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", 0.0)
-    command = Command(lambda: run_ranks(stepping_worker(pause=0.05), 2, folder=tmp_path), tmp_path)
+
+    def worker(context):
+        announce(context)
+        while not context.stop_requested:
+            time.sleep(0.001)
+        (context.folder / f"asked-{context.rank}").touch()
+        time.sleep(20)
+
+    command = Command(lambda: run_ranks(worker, 2, folder=tmp_path), tmp_path)
     rank_pids(tmp_path, 2)
     os.kill(command.pid, signal.SIGTERM)
-    time.sleep(0.02)
+    limit = time.monotonic() + 10
+    while not list(tmp_path.glob("asked-*")):  # the first has arrived: it can't be merged with the second
+        assert time.monotonic() < limit
+        time.sleep(0.001)
     os.kill(command.pid, signal.SIGTERM)
     assert command.wait() == 75
     assert command.outcome.startswith("ended at once")

@@ -57,7 +57,7 @@ def test_the_table_holds_what_the_manifest_says() -> None:
         "ab" * 32,
         "cd" * 32,
         "2,048 trained",
-        "read as schema 2, leaves of the digest by blake3",
+        "read as schema 2, chunks of the digest by blake3",
     ):
         assert part in text
     assert "rank-0001.safetensors  1,001  " + "1" * 64 in text
