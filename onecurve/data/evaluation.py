@@ -6,7 +6,7 @@ combined       the sums are added exactly (math.fsum), so neither the order nor 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -47,11 +47,6 @@ class EvaluationSet:
             ids[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
         return Batch(torch.from_numpy(ids), torch.from_numpy(targets))
-
-    def chunks(self, rank: int = 0, world: int = 1) -> Iterator[tuple[int, Batch]]:
-        """The chunks of one of `world` ranks, with their indices."""
-        for index in range(rank, len(self), world):
-            yield index, self.chunk(index)
 
     def combine(self, parts: Iterable[tuple[int, float, int]]) -> float:
         """The mean loss per token (nats), from all chunks' (index, sum of losses, targets that counted), in any order.

@@ -54,8 +54,3 @@ class RankContext:
         Ranks may see it at different moments: agree on the step in an exchange before acting on it.
         """
         return self._board.stop_signal != 0
-
-    @property
-    def stop_signal(self) -> int:
-        """The number of that signal; 0 while there was none."""
-        return self._board.stop_signal

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-State = tuple[Tensor, Tensor, Tensor, Tensor]  # master, gradient, exp_avg, exp_avg_sq
+RangeState = tuple[Tensor, Tensor, Tensor, Tensor]  # master, gradient, exp_avg, exp_avg_sq
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def update(
-        self, ranges: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], *, step: int, lr: float, decay: bool
-    ) -> None:
+    def update(self, ranges: Sequence[RangeState], *, step: int, lr: float, decay: bool) -> None:
         """One update in place of (master, gradient, exp_avg, exp_avg_sq), each 1-D fp32; `step` counts from 1."""
         if not ranges:
             return
