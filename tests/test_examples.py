@@ -71,6 +71,7 @@ def test_own_module_killed_and_resumed_on_another_layout_is_the_curve_of_one_ran
     assert resumed == ["resumed after step 5", *own_alone[5:]]
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_one_curve_and_one_file(gpt2_alone: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, alone = gpt2_alone
     four = lines("transformers_gpt2.py", *gpt2(tmp_path, 4, 3))

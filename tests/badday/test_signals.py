@@ -41,7 +41,13 @@ def stopped(run, rng, name, target, place, resume):
 NINE = [*itertools.product(TARGETS, ["exchange", "evaluation", "save.write"])]
 
 
-@pytest.mark.parametrize(("name", "stops"), [("TERM", NINE), ("INT", NINE[::4])], ids=["TERM", "INT"])
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [
+        pytest.param("TERM", NINE, id="TERM"),
+        pytest.param("INT", NINE[::4], id="INT", marks=pytest.mark.slow),
+    ],
+)
 def test_case_22_one_after_the_other(new_run, reference, name, stops):
     """Case 22: stops in one run, of each kind of target and place."""
     run, rng = new_run(*EVALUATED), random.Random(name)

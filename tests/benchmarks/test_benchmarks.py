@@ -58,6 +58,7 @@ def test_step_says_where_the_work_differs(monkeypatch: pytest.MonkeyPatch, capsy
     assert "not the same work" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_transports(tmp_path: Path) -> None:
     out, figures = run(tmp_path, "transports", "--width", "2", "--sizes", "1024", "--rounds", "2")
     assert {(o["operation"], o["over"]) for o in figures["operations"]} == {
@@ -66,6 +67,7 @@ def test_transports(tmp_path: Path) -> None:
     assert "1,024 fp32 elements, W = 2" in out
 
 
+@pytest.mark.slow
 def test_price_compares_twins_that_agree_until_rounding_parts_them(tmp_path: Path) -> None:
     out, figures = run(tmp_path, "price", "--model", "demo", "--width", "3", "--rounds", "2", "--steps", "5")
     losses = figures["losses"]
