@@ -14,6 +14,11 @@ from onecurve.parallel.ownership import PIECE_ALIGN, Partition, round_up
 from onecurve.parallel.transports import Route
 from onecurve.parallel.units import Trained
 
+STRAY = (
+    "{name} got a gradient outside the backward of its ZeroOptimizer: call that instead of backward(); where another "
+    "optimizer's loss reached it, freeze or detach it there"
+)
+
 
 @dataclass(frozen=True)
 class Band:

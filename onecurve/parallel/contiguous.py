@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onecurve.errors import UsageError
-from onecurve.parallel.bands import Band, GradientSpace
+from onecurve.parallel.bands import STRAY, Band, GradientSpace
 from onecurve.parallel.transports import Route, Transport
 from onecurve.parallel.tree import TreeSum, aligned_partials, contiguous_leaves
 
@@ -140,4 +140,4 @@ class ContiguousGradients:
 
 
 def _stray(name: str) -> UsageError:
-    return UsageError(f"{name} got a gradient outside ZeroOptimizer.backward: call that instead of backward()")
+    return UsageError(STRAY.format(name=name))

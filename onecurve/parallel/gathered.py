@@ -8,6 +8,7 @@ A gather is an exchange of all ranks. So that a rank without a leaf in the last 
 others, the exchanges of a leaf are kept in a `Journal`.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -28,23 +29,26 @@ Operation = Callable[[], None]
 
 class Journal:
     """The collectives within this rank's first leaf of a step, in order: forward's and backward's, not an
-    evaluation's."""
+    evaluation's. `sequence` is a checksum of all that there ever were: ranks that are in step have the same."""
 
     def __init__(self) -> None:
         self.in_backward = False
+        self.sequence = 0
         self._first_leaf = True
-        self._operations: list[Operation] = []
+        self._operations: list[tuple[str, Operation]] = []
 
-    def record(self, operation: Operation) -> None:
-        """`operation` does the same collective without a leaf."""
+    def record(self, what: str, operation: Operation) -> None:
+        """This rank is at the collective `what`; `operation` does the same without a leaf."""
+        self.sequence = zlib.crc32(what.encode(), self.sequence)
         if self._first_leaf and (self.in_backward or torch.is_grad_enabled()):
-            self._operations.append(operation)
+            self._operations.append((what, operation))
 
     def end_leaf(self) -> None:
         self._first_leaf = False
 
     def replay(self) -> None:
-        for operation in self._operations:
+        for what, operation in self._operations:
+            self.sequence = zlib.crc32(what.encode(), self.sequence)
             operation()
 
     def clear(self) -> None:
@@ -120,7 +124,7 @@ class GatheredWeights:
     def _begin(self, unit: str) -> None:
         if self.by_unit[unit].start_gather():
             self.most_gathered = max(self.most_gathered, sum(w.gathered_bytes for w in self.spaces))
-            self._journal.record(partial(self._replay, unit))
+            self._journal.record(f"gather {unit}", partial(self._replay, unit))
 
     def _replay(self, unit: str) -> None:
         """One gather on behalf of the others."""

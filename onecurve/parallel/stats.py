@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from onecurve.errors import UsageError
 from onecurve.parallel.norms import MESSAGE, SharedNorm
 from onecurve.parallel.transports import Transport
 from onecurve.parallel.tree import tree_sum
@@ -40,24 +41,34 @@ class Agreement:
         self._transport, self._leaves, self._leaves_of = transport, leaves, leaves_of
         self._norm = SharedNorm(transport.all_gather_bytes)
         self._most = -(-leaves // transport.size)  # leaves of one rank: all messages have one length
-        self._form = struct.Struct(f"<qqQ{self._most}d")
+        self._form = struct.Struct(f"<qqQQ{self._most}d")
 
-    def reach(self, gradient: Sequence[Tensor], losses: Sequence[float], tokens: int, vote: int, replica: int) -> Stats:
+    def reach(
+        self, gradient: Sequence[Tensor], losses: Sequence[float], tokens: int, vote: int, replica: int, sequence: int
+    ) -> Stats:
         """The step's stats. `gradient`: what this rank is the primary owner of, of the summed gradient (fp32, 1-D);
-        `losses`: one sum per leaf of this rank; `replica`: a digest, 0 where none was asked for. Collective."""
+        `losses`: one sum per leaf of this rank; `replica`: a digest, 0 where none was asked for; `sequence`: the
+        checksum of this rank's collectives. Collective. Raises UsageError where the ranks' sequences differ."""
         padded = [*losses, *[0.0] * (self._most - len(losses))]
-        message = self._norm.message(gradient) + self._form.pack(tokens, vote, replica, *padded)
+        message = self._norm.message(gradient) + self._form.pack(tokens, vote, replica, sequence, *padded)
         told = self._transport.all_gather_bytes(message)
         total_tokens = votes = 0
-        replicas = []
+        replicas, sequences = [], set()
         by_leaf = [0.0] * self._leaves
         for rank, theirs in enumerate(told):
-            their_tokens, their_vote, their_replica, *their_losses = self._form.unpack_from(theirs, MESSAGE.size)
+            numbers = self._form.unpack_from(theirs, MESSAGE.size)
+            their_tokens, their_vote, their_replica, their_sequence, *their_losses = numbers
             total_tokens += their_tokens
+            sequences.add(their_sequence)
             votes |= their_vote
             replicas.append(their_replica)
             for leaf, loss in zip(self._leaves_of(rank), their_losses, strict=False):
                 by_leaf[leaf] = loss
+        if len(sequences) > 1:
+            raise UsageError(
+                "the ranks went through different units in this step: at ZeRO-3 every leaf must call the same units in "
+                "the same order; use a stage below 3 for a model that chooses"
+            )
         loss = tree_sum(by_leaf)
         norm = self._norm.of(gradient, [theirs[: MESSAGE.size] for theirs in told])
         finite = math.isfinite(loss) and math.isfinite(norm)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from onecurve.errors import UsageError
-from onecurve.parallel.bands import Band, GradientSpace, Pool
+from onecurve.parallel.bands import STRAY, Band, GradientSpace, Pool
 from onecurve.parallel.gathered import GatheredWeights, Journal
 from onecurve.parallel.transports import Route, Transport
 from onecurve.parallel.tree import TreeSum, strided_leaves
@@ -160,7 +160,7 @@ class StridedGradients:
     def _refuse(self, name: str, unit: str) -> None:
         """Raise UsageError for a gradient of `name` that can't be the right one."""
         if not self._journal.in_backward:
-            raise UsageError(f"{name} got a gradient outside ZeroOptimizer.backward: call that instead of backward()")
+            raise UsageError(STRAY.format(name=name))
         if name not in self._missing[unit]:
             raise UsageError(
                 f"{name} got two gradients in one backward, as from a reentrant checkpoint of a module that is used "
@@ -193,7 +193,7 @@ class StridedGradients:
         """Exchange the units that are next in the fixed order and whose gradients are all there."""
         while self._pending and (everything or not self._missing[self._pending[0]]):
             unit = self._pending.pop(0)
-            self._journal.record(partial(self._exchange, unit, None))
+            self._journal.record(f"exchange {unit}", partial(self._exchange, unit, None))
             buffer, _ = self._buffer(unit)
             self._exchange(unit, buffer)
             if self._whole is None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from onecurve.errors import InputError, UsageError
 from onecurve.optim.adamw import AdamW
 from onecurve.parallel.bands import GradientSpace
+from onecurve.parallel.checks import FirstStep, Untouched, check_ranks_agree, check_unclaimed, claim
 from onecurve.parallel.contiguous import ContiguousGradients
 from onecurve.parallel.gathered import GatheredWeights, Journal
 from onecurve.parallel.mesh import Mesh
@@ -76,7 +77,13 @@ class ZeroOptimizer:
         self.leaves, self.accumulate, self.clip = leaves, accumulate, clip
         self.lr = lr
         self.rule = AdamW(betas, eps, weight_decay)
+        check_unclaimed(model)
         self.trained = trained = survey(model, units)
+        settings = {
+            "stage": stage, "leaves": leaves, "accumulate": accumulate, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay, "clip": clip, "lr": None if callable(lr) else lr,
+        }  # fmt: skip
+        check_ranks_agree(mesh, settings, {name: p.data for name, p in model.named_parameters()})
         self.table = OwnershipTable(trained.specs, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, stage=stage)
         self.partition = self.table.partition(mesh.rank)
         self.updates = 0
@@ -85,21 +92,24 @@ class ZeroOptimizer:
         self.exp_avg = torch.zeros(self.partition.local)
         self.exp_avg_sq = torch.zeros(self.partition.local)
         self._fill(trained.parameters)
-        journal, space = Journal(), GradientSpace(self.partition, trained)
+        self._journal, space = Journal(), GradientSpace(self.partition, trained)
         self.weights: WholeWeights | GatheredWeights
         if stage == 3:
-            self.weights = GatheredWeights(self.partition, trained, mesh.transport, journal)
+            self.weights = GatheredWeights(self.partition, trained, mesh.transport, self._journal)
         else:
             self.weights = WholeWeights(self.partition, trained, mesh.transport)
         self._gradients: ContiguousGradients | StridedGradients
         if stage < 2:
             self._gradients = ContiguousGradients(space, mesh.transport, leaves)
         else:
-            self._gradients = StridedGradients(space, mesh.transport, leaves, accumulate, self.weights, journal)
+            self._gradients = StridedGradients(space, mesh.transport, leaves, accumulate, self.weights, self._journal)
         self.weights.refresh(self.master)
         self._agreement = Agreement(mesh.transport, leaves, self._gradients.leaves_of)
         self._master_norm = SharedNorm(mesh.transport.all_gather_bytes)
         self._segments = self._decay_segments()
+        self._first_step = FirstStep(model)
+        self._untouched = Untouched(trained.gradients_of.items())
+        claim(model)
         self._begin_step()
 
     @property
@@ -148,6 +158,12 @@ class ZeroOptimizer:
                 f"backward called {self._calls + 1} times before step; this rank has {len(self.leaf_ids)} leaves x "
                 f"{self.accumulate} micro-batches = {expected}"
             )
+        if not isinstance(tokens, int) or tokens < 0:
+            raise UsageError(f"tokens = {tokens!r}: how many targets were summed, a whole number (int) from 0 on")
+        if not loss_sum.requires_grad:
+            raise UsageError(
+                "the loss has no gradient: it was detached, computed under no_grad, or of frozen parts alone"
+            )
         index, micro = divmod(self._calls, self.accumulate)
         self._calls += 1
         self._gradients.begin(micro)
@@ -177,10 +193,13 @@ class ZeroOptimizer:
                 f"step called after {self._calls} of {expected} backward calls ({len(self.leaf_ids)} leaves x "
                 f"{self.accumulate} micro-batches on rank {self.mesh.rank})"
             )
+        self._untouched.check()
         gradient = self._gradients.reduce()
         replicas = self.replicas() if check_replicas else {}
         replica = digest(replicas) if replicas else 0
-        stats = self._agreement.reach(self._primary(gradient), self._losses, self._tokens, vote, replica)
+        stats = self._agreement.reach(
+            self._primary(gradient), self._losses, self._tokens, vote, replica, self._journal.sequence
+        )
         if odd := differing(stats.replicas):
             name = name_difference(self.mesh, replicas)
             told = tell_difference(name, odd, len(stats.replicas))
@@ -190,13 +209,14 @@ class ZeroOptimizer:
             rate = lr if lr is not None else self.lr(self.updates) if callable(self.lr) else self.lr
             self._update(gradient, stats, rate)
             stats = replace(stats, accepted=True)
+        self._first_step.done()
         self._begin_step()
         return stats
 
     def replicas(self) -> dict[str, Tensor]:
         """What must be a bitwise copy on all ranks, by name: the working weights, unless they are sharded; the state,
         unless it is; frozen parameters and all buffers."""
-        weights = {} if self.stage == 3 else {name: p.detach() for name, p in self.trained.parameters.items()}
+        weights = {} if self.stage == 3 else {name: p.data for name, p in self.trained.parameters.items()}
         state: dict[str, Tensor] = {}
         if self.stage == 0:
             for kind, vector in (("master", self.master), ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
