@@ -69,7 +69,8 @@ class FirstStep:
         if not torch.equal(state, torch.get_rng_state()):
             raise UsageError(
                 "the forward drew from the global random generator, so the bits would depend on the layout; draw from "
-                "one that is keyed by step, leaf and micro-batch (see onecurve.model.randomness)"
+                "one that is keyed by step, leaf and micro-batch (see onecurve.model.randomness), or seed the global "
+                "one so inside torch.random.fork_rng()"
             )
         if changed := [name for name, version in self._versions().items() if version != versions.get(name)]:
             raise UsageError(
