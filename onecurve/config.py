@@ -210,7 +210,8 @@ def resume_config(given: Config, stored: Config, overrides: Iterable[str] = ()) 
                 may = ", ".join(RUN_SECTIONS)
                 allowed = f"this run was started with {show(old[key])} and a resumed run may change {may} only"
                 refuse(name, new[key], allowed, "start a new curve with --from RUN")
-            notes.append(f"{name} = {show(new[key])} is not applied: the run goes on with {show(old[key])}")
+            goes_on = f"the run goes on with {show(old[key])}; to change it, start a new curve with --from RUN"
+            notes.append(f"{name} = {show(new[key])} is not applied: {goes_on}")
     parts = {name: getattr(stored if name in kept else given, name).model_dump() for name in Config.model_fields}
     return make_config(parts), notes
 

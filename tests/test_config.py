@@ -278,6 +278,7 @@ def test_a_resumed_run_keeps_its_curve_and_takes_the_new_layout() -> None:
     assert config.train == stored.train and config.layout.dp == 2
     assert len(notes) == 2 and "train.seed = 7 is not applied: the run goes on with 41" in notes[0]
     assert "train.steps = 20" in notes[1]
+    assert all(note.endswith("to change it, start a new curve with --from RUN") for note in notes)
 
 
 def test_a_resumed_run_refuses_another_curve_by_override_and_accepts_its_own() -> None:

@@ -146,6 +146,7 @@ class ZeroOptimizer:
     def refresh(self) -> None:
         """Rebuild the working weights from the masters. Collective; call after changing `master` (a load)."""
         self.weights.refresh(self.master)
+        self._untouched = Untouched(self.trained.gradients_of.items())
 
     def backward(self, loss_sum: Tensor, tokens: int) -> None:
         """Backward of one micro-batch's *sum* of token losses (scalar); `tokens` = how many were summed.

@@ -5,6 +5,7 @@ Under torchrun there is no launching side: rank 0 does its work, and tells the o
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from onecurve.checkpoint import clean_leftovers
+from onecurve.checkpoint.store import step_name
 from onecurve.config import Config
 from onecurve.errors import InputError, OnecurveError, RunFailed, Stopped
 from onecurve.launch import context_from_torchrun, run_ranks, with_restarts
@@ -56,17 +58,19 @@ def train(
         ready = prepare(request, replace(plan, fence=fence), ranks_here=config.layout.dp)
         if ready is not None:
             with ending(request, ready):
-                with_restarts(
+                end = with_restarts(
                     partial(run_once, ready),
                     restarts,
                     partial(newest_step, ready.folder),
                     partial(restarted, ready.folder, restarts),
                 )
+            say_done(ready, end)
     return 0
 
 
-def run_once(plan: Plan, attempt: int) -> None:
-    """Start the ranks and wait for them. A bar on a terminal; off one, rank 0 prints its own lines."""
+def run_once(plan: Plan, attempt: int) -> dict[str, Any]:
+    """Start the ranks, wait for them, and return what rank 0 does. A bar on a terminal; off one, rank 0 prints its own
+    lines."""
     if attempt:
         clean_leftovers(plan.folder / "checkpoints")
         plan = replace(plan, resume=True)
@@ -83,7 +87,7 @@ def run_once(plan: Plan, attempt: int) -> None:
         bar.update(step, loss=loss, tokens_per_second=speed, val_loss=val_loss)
 
     try:
-        run_ranks(
+        ends: list[dict[str, Any]] = run_ranks(
             partial(train_rank, plan.to_json()),
             plan.config.layout.dp,
             folder=plan.folder,
@@ -94,6 +98,14 @@ def run_once(plan: Plan, attempt: int) -> None:
     finally:
         if bar is not None:
             bar.close()
+    return ends[0]
+
+
+def say_done(plan: Plan, end: dict[str, Any]) -> None:
+    """The last line of a run that has done its last step. `end`: what `train_rank` returned."""
+    step, loss = end["step"], end["loss"]
+    value = "" if math.isnan(loss) else f"loss {loss:.6f}, "  # nan: no step had a token
+    say(f"done: {step} steps, {value}checkpoint {plan.folder / 'checkpoints' / step_name(step)}")
 
 
 def restarted(folder: Path, budget: int, attempt: int, error: RunFailed) -> None:
@@ -145,7 +157,9 @@ def train_under_torchrun(request: Request) -> int:
                 plan = Plan.from_json(told["plan"])
                 torch.set_num_threads(plan.config.numerics.threads)  # a resumed run keeps its own
                 with ending(request, plan) if leader else quiet_stop():
-                    train_rank(told["plan"], context)
+                    end = train_rank(told["plan"], context)
+                if leader:
+                    say_done(plan, end)
         if refusal is not None:
             raise refusal
     return int(told.get("exit_code", 0))

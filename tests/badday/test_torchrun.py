@@ -41,6 +41,7 @@ def test_its_restarts_resume(new_run, reference, tmp_path):
     code, errors = torchrun(run, agent=("--max-restarts", "1"), armed=armed)
     assert code == 0, errors
     assert (tmp_path / "fired").exists() and "onecurve: resumed at step 5 of 20" in errors
+    assert sum(line.startswith("onecurve: done: 20 steps, loss ") for line in ours(errors)) == 1, "rank 0 alone says it"
     assert run.result() == reference()
     assert run.events("end") and not list(run.folder.glob("errors/*"))
 

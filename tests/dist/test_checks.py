@@ -88,6 +88,15 @@ def reload(model):
     model.load_state_dict(Base().state_dict())
 
 
+def test_what_was_changed_may_be_set_back():
+    model = Base()
+    optimizer = trained(model)
+    halve(model)
+    optimizer.refresh()
+    run_leaves(optimizer, model, loss_of, 1)
+    assert optimizer.step().accepted
+
+
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("edit", [halve, reload])
 def test_weights_changed_behind_the_optimizer(edit, stage):

@@ -15,11 +15,19 @@ from tests.commands import DEMO, command, environment, rows, train_here
 LINE = re.compile(r"step \d+/20  loss \d\.\d{4}  [\d,]+ tokens/s  \d+:\d\d left")
 
 
+def done(run: Path, steps: int) -> str:
+    """The last line of a run that has done all its steps; the checkpoint that it names is there."""
+    checkpoint = run / "checkpoints" / f"step-{steps:08d}"
+    assert checkpoint.is_dir()
+    return f"onecurve: done: {steps} steps, loss {rows(run)[-1]['loss']:.6f}, checkpoint {checkpoint}"
+
+
 def test_off_a_terminal_it_is_plain_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert train_here(tmp_path / "run", "observe.log_every=5") == 0
     out, err = capfd.readouterr()
-    said, *lines = err.splitlines()
+    said, *lines, last = err.splitlines()
     assert out == "" and said == f"onecurve: run folder {tmp_path / 'run'}"
+    assert last == done(tmp_path / "run", 20)
     assert [bool(LINE.fullmatch(line)) for line in lines] == [True] * 4, lines
     assert [line.split()[1] for line in lines] == ["5/20", "10/20", "15/20", "20/20"]
 
@@ -48,6 +56,7 @@ def test_on_a_terminal_it_is_a_bar(tmp_path: Path) -> None:
     for part in (r"step \d+/200", r"loss \d\.\d{4}", r"[\d,]+ tokens/s", r"\d+:\d\d left"):
         assert re.search(part, text), (part, text)
     assert not re.search(r"(?m)^step \d+/200  loss", text)
+    assert text.splitlines()[-1] == done(tmp_path / "run", 200), "below the bar"
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
