@@ -30,6 +30,7 @@ from onecurve.paths import read_bytes, show
 from onecurve.report.console import printable, say_on
 from onecurve.report.plan import parameters
 from onecurve.train.corpora import check_corpora
+from onecurve.train.mirror_place import check_mirror_place
 from onecurve.train.parts import new_loader
 from onecurve.train.plan import Plan
 from onecurve.train.preflight import preflight
@@ -63,6 +64,7 @@ def prepare(request: Request, plan: Plan, *, ranks_here: int) -> Plan | None:
     if begun:
         plan, notes = resumed(plan, request.overrides)
     refuse_strangers(plan)
+    check_mirror_place(plan)
     notes = [*clean_leftovers(folder / "checkpoints"), *notes]
     steps = plan.config.train.steps
     if plan.resume and (plan.config.checkpoint.mirror or newest_step(folder) >= steps):
