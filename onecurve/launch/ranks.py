@@ -47,8 +47,8 @@ def run_ranks(
     threads > 1 or the backend is not gloo: a forked child cannot use a second thread or CUDA safely; the worker must
     then be a top-level function). `progress(step, total, text)` is called in this process when rank 0 reports.
     `on_signal` = "stop": the first SIGTERM or SIGINT sets `context.stop_requested` on all ranks, a second ends
-    everything; "kill": the first ends everything. `lifeline` ties ranks to this process by a pipe also on Linux.
-    `limit_seconds` ends the whole call like a hang, with the stacks.
+    everything; "kill": the first ends everything, and counts also where all ranks just ended. `lifeline` ties the ranks
+    to this process by a pipe also on Linux. `limit_seconds` ends the whole call like a hang, with the stacks.
 
     Raises RunFailed with the first real error (rank, type, message, traceback) or the rank that vanished or hung;
     CheckFailed and InputError as a rank raised them; Stopped on request. `folder/errors/rank-N.json` holds each rank's
@@ -76,7 +76,10 @@ def run_ranks(
     }
     processes = RankProcesses(worker, world, folder, start=start, lifeline=lifeline, **setups)
     with StopSignals(processes.board, at_once=on_signal == "kill") as signals, processes:
-        return _supervise(processes, signals, Watchdog(processes, stall_seconds, limit_seconds), progress)
+        results = _supervise(processes, signals, Watchdog(processes, stall_seconds, limit_seconds), progress)
+    if signals.abort and signals.at_once:  # looked at when our handlers are gone: from here on the caller's count
+        raise _ended_at_once(signals.abort)
+    return results
 
 
 def _supervise(
@@ -91,8 +94,7 @@ def _supervise(
             processes.kill()
             if all(member.message for member in processes.members):
                 break  # all had said how they ended, and only waited to leave together
-            name = signal.Signals(signals.abort).name
-            raise Stopped(f"ended at once by {name}; the newest checkpoint stays whole")
+            raise _ended_at_once(signals.abort)
         records = [member.record for member in processes.members if member.record is not None]
         failures = [record for record in records if record["exit_code"] != Stopped.exit_code]
         vanished = [member for member in processes.members if member.exit and member.exit.vanished]
@@ -120,6 +122,10 @@ def _supervise(
     if verdict is not None:
         raise verdict
     return [member.result for member in processes.members]
+
+
+def _ended_at_once(signum: int) -> Stopped:
+    return Stopped(f"ended at once by {signal.Signals(signum).name}; the newest checkpoint stays whole")
 
 
 def _stalled(stall: Stall, folder: Path) -> RunFailed:
