@@ -196,7 +196,7 @@ def sample(
 
 @app.command()
 def report(run: RunArg) -> int:
-    """Write the run's page."""
+    """Write the run's page (not built yet)."""
     raise InputError("onecurve report is not built yet; see onecurve --help for what is")
 
 
