@@ -23,6 +23,11 @@ def new_folder(out: Path) -> Iterator[Path]:
     if os.path.lexists(out):
         raise InputError(f"--out {show(out)}: it exists already; name a new folder or remove this one first")
     need_place(out, FOLDER, "--out", "name a place with room and rights")
+    for place in (out.resolve(), *out.resolve().parents):
+        if place.name == "checkpoints" and (place.parent / "run.json").exists():
+            raise InputError(
+                f"--out {show(out)}: it lies among the checkpoints of the run {show(place.parent)}; name another"
+            )
     try:
         with _parents(out):
             remove_abandoned(out.parent, _prefix(out))
