@@ -59,6 +59,8 @@ def run_ranks(
     if on_signal not in ("stop", "kill"):
         raise InputError(f"on_signal = {on_signal!r}: allowed are 'stop' and 'kill'")
     faults.arm_from_environment()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     blame.clear_records(folder)
     start = start or ("spawn" if threads > 1 or backend != "gloo" else "fork")
     if start == "fork":
@@ -132,7 +134,7 @@ def _stalled(stall: Stall, folder: Path) -> RunFailed:
     """Every rank's state and stack to stderr and to `folder/errors/stacks.txt`; the one line in the error."""
     print(f"{stall.line}\n{stall.stacks}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
-        (folder / "errors").mkdir(parents=True, exist_ok=True)
+        (folder / "errors").mkdir(exist_ok=True)
         (folder / "errors" / "stacks.txt").write_text(f"{stall.line}\n{stall.stacks}\n")
     error = RunFailed(stall.line)
     error.rank = stall.rank

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from onecurve.checkpoint import clean_leftovers
+from onecurve.checkpoint import clean_leftovers, list_steps
 from onecurve.config import Config
 from onecurve.errors import InputError, OnecurveError, RunFailed, Stopped
 from onecurve.launch import context_from_torchrun, run_ranks, with_restarts
@@ -114,8 +114,10 @@ def ending(request: Request, plan: Plan) -> Iterator[None]:
         newest = newest_step(plan.folder)
         log_event(plan.folder, "error", newest, text=str(error).splitlines()[0])
         if error.exit_code == RunFailed.exit_code:
-            there = f"the newest checkpoint is that of step {newest}" if newest else "there is no checkpoint yet"
-            error.args = (f"{error}\n{there}; resume with: {request.again(plan.folder)}",)
+            saved = list_steps(plan.folder / "checkpoints")
+            there = f"the newest checkpoint is that of step {newest}" if saved else "there is no checkpoint yet"
+            if plan.folder.exists():  # else it was moved, and the error says so
+                error.args = (f"{error}\n{there}; resume with: {request.again(plan.folder)}",)
         raise
 
 
