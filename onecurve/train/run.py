@@ -68,6 +68,8 @@ def train(
 def run_once(plan: Plan, attempt: int) -> None:
     """Start the ranks and wait for them. A bar on a terminal; off one, rank 0 prints its own lines."""
     if attempt:
+        if plan.fence is not None:
+            plan.fence.check()  # the folder may have been moved, or taken, since
         clean_leftovers(plan.folder / "checkpoints")
         plan = replace(plan, resume=True)
     limits, numerics, steps = plan.config.limits, plan.config.numerics, plan.config.train.steps

@@ -180,10 +180,12 @@ def test_64_mib_of_dev_shm(new_run, reference, sets):
     assert run.result() == reference(*sets)
 
 
-def test_a_folder_that_is_moved_is_not_made_again(new_run, tmp_path, reference):
-    """Its next save says so; the run goes on where the folder is now."""
+@pytest.mark.parametrize("found_by", ["save", "restart"])
+def test_a_folder_that_is_moved_is_not_made_again(new_run, tmp_path, reference, found_by):
+    """Its next save or restart says so; the run goes on where the folder is now."""
     run = new_run()
-    command = run.start(armed="slow:place=forward,seconds=0.1,times=0,rank=0")
+    fault = "kill:place=forward,step=4,rank=1;" * (found_by == "restart")
+    command = run.start(armed=f"{fault}slow:place=forward,seconds=0.03,times=0,rank=0", flags=("--restarts", "1"))
     run.wait_for_row(2)
     run.folder.rename(tmp_path / "moved")
     assert command.wait() == 3
