@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from onecurve import __version__
+from onecurve import __version__, faults
 from onecurve.errors import CheckFailed, InputError
 from onecurve.exits import complain, run_command
 from onecurve.paths import FILE, FOLDER, need, need_place
@@ -75,6 +75,7 @@ def train(
     if resume and from_ is not None:
         raise InputError("--resume and --from exclude each other: --resume goes on with a run, --from starts a new one")
     loaded = load_config(config, set_)
+    faults.check_environment(loaded.layout.dp)
     from onecurve.train.run import train as train_run
 
     return train_run(loaded, run, resume, from_, restarts, source=config, overrides=set_)
@@ -107,6 +108,7 @@ def verify(
     loaded = load_config(config, set_)
     need_place(out, FILE, "--out", "give another file")
     need(out.parent, FOLDER, f"--out {out}: its folder", "make it, or give another file")
+    faults.check_environment(loaded.train.leaves)
     from onecurve.train.records import write_json
     from onecurve.verify import controls, prove
 
@@ -194,7 +196,7 @@ def sample(
 
 @app.command()
 def report(run: RunArg) -> int:
-    """Write the run's page."""
+    """Write the run's page (not built yet)."""
     raise InputError("onecurve report is not built yet; see onecurve --help for what is")
 
 

@@ -24,6 +24,9 @@ Places of a training run: `forward`, `backward`, `exchange`, `evaluation`, `roll
 load `load.read` and `load.block`. To poison: `logits`, and `gradient`, which is that of the logits. `step` counts the
 updates that are done.
 
+The commands `train` and `verify` refuse a fault that could never fire there: at an unknown place, or at a rank that is
+not in the run. A program of your own may name places with `context.place(…)`.
+
 Filters: `rank`, `step`, `place` (each: any where left out; `place=step` is where the loop reports a step); `after=N`
 skips the first N hits in a process; `times=N` fires at most N times in a process (default 1; 0 = every time);
 `once=FILE` fires only if FILE can be created, so once over all ranks and restarts.
@@ -53,6 +56,12 @@ _OPTIONS = {
     "kill": ("signal", "to"), "slow": ("seconds",), "exit": ("code",), "io": ("error",), "poison": ("value", "index"),
 }  # fmt: skip
 _FILTERS = ("rank", "step", "place", "after", "times", "once")
+PLACES = (
+    "step", "forward", "backward", "exchange", "evaluation", "rollback", "replay", "save", "save.begin", "save.write",
+    "save.block", "save.written", "save.commit", "save.rename", "load.read", "load.block",
+)  # fmt: skip
+POISON_PLACES = ("logits", "gradient")
+LONGEST_SECONDS = 1e6
 
 
 class InjectedFault(RuntimeError):
@@ -123,6 +132,8 @@ def parse(spec: str) -> Fault:
         raise InputError(f"fault {spec!r}: unknown error {fault.error!r}; use a name from errno, such as ENOSPC or EIO")
     if action == "kill" and not hasattr(signal, f"SIG{fault.signal}"):
         raise InputError(f"fault {spec!r}: unknown signal {fault.signal!r}; use a name such as KILL, TERM or SEGV")
+    if not 0 <= fault.seconds <= LONGEST_SECONDS:
+        raise InputError(f"fault {spec!r}: seconds must be from 0 to {LONGEST_SECONDS:,.0f}; one without end is `hang`")
     if fault.to not in TARGETS:
         raise InputError(f"fault {spec!r}: unknown target {fault.to!r}; allowed: {', '.join(TARGETS)}")
     return fault
@@ -143,6 +154,20 @@ def arm_from_environment() -> None:
     """Arm what ONECURVE_FAULTS says, if anything and if nothing is armed yet."""
     if not armed and (specs := os.environ.get(ENVIRONMENT, "").strip()):
         arm(specs)
+
+
+def check_environment(world: int) -> None:
+    """Refuse what ONECURVE_FAULTS says where it could never fire in a training run of `world` ranks. InputError."""
+    for spec in filter(None, os.environ.get(ENVIRONMENT, "").strip().split(";")):
+        fault = parse(spec)
+        places = POISON_PLACES if fault.action == "poison" else PLACES
+        if fault.place is not None and fault.place not in places:
+            known = ", ".join(places)
+            raise InputError(
+                f"{ENVIRONMENT}: fault {spec!r}: unknown place {fault.place!r}; {fault.action} at: {known}"
+            )
+        if fault.rank is not None and not 0 <= fault.rank < world:
+            raise InputError(f"{ENVIRONMENT}: fault {spec!r}: there is no such rank; they are 0 to {world - 1}")
 
 
 def here(rank: int | None, step: int | None) -> None:

@@ -54,9 +54,16 @@ def open_trained(place: Place, say: Say) -> Trained:
 
 
 def _tokenizer_of(config: Config, described: Path) -> Tokenizer | None:
-    if config.data.source == "cycle" or read_description(described).tokenizer == "ids":
+    if config.data.source == "cycle":
         return None
-    return load_tokenizer(described)
+    try:
+        return None if read_description(described).tokenizer == "ids" else load_tokenizer(described)
+    except InputError as error:
+        problem = str(error).rpartition("; ")[0] or str(error)  # its cure is one for the corpus
+        raise InputError(
+            f"{problem}; copy manifest.json, and tokenizer.json where there is one, from the corpus "
+            f"{show(config.data.source)} into {show(described)}"
+        ) from None
 
 
 def _curve_of(run: Path) -> str:

@@ -1,6 +1,7 @@
 """The fault tool: each action at its (rank, step, place) and nowhere else."""
 
 import errno
+import re
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from onecurve import faults
 from onecurve.errors import InputError, RunFailed
 from onecurve.launch import run_ranks, with_restarts
+from tests.commands import DEMO, ROOT, complaint
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +104,9 @@ def test_once_over_processes(tmp_path):
         ("raise:value=1", "unknown option 'value=1'"),
         ("io:error=EVERYTHING", "a name from errno"),
         ("kill:signal=NOW", "a name such as KILL"),
+        ("slow:seconds=-1", "seconds must be from 0"),
+        ("slow:seconds=nan", "seconds must be from 0"),
+        ("slow:seconds=inf", "seconds must be from 0"),
     ],
 )
 def test_bad_specs_are_refused_by_name(spec, says):
@@ -154,6 +159,31 @@ def test_a_bad_spec_in_the_environment_is_bad_input(tmp_path, monkeypatch):
     monkeypatch.setenv(faults.ENVIRONMENT, "explode")
     with pytest.raises(InputError):
         run_ranks(stepping, 2, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("kill:rank=1,step=3,place=nowhere", "unknown place 'nowhere'; kill at: step, forward, "),
+        ("kill:place=logits", "unknown place 'logits'; kill at: step, forward, "),
+        ("hang:place=save;poison:place=forward", "unknown place 'forward'; poison at: logits, gradient"),
+        ("kill:rank=99", "no such rank; they are 0 to 3"),
+        ("kill:rank=-1", "no such rank; they are 0 to 3"),
+        ("slow:seconds=-1", "seconds must be from 0"),
+    ],
+)
+def test_the_commands_refuse_what_could_never_fire(tmp_path, monkeypatch, capfd, spec, says):
+    monkeypatch.setenv(faults.ENVIRONMENT, spec)
+    assert says in complaint(capfd, "train", DEMO, "--run", tmp_path / "run")
+    assert says in complaint(capfd, "verify", DEMO, "--quick", "--out", tmp_path / "proof.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_place_of_the_package_is_known():
+    source = "".join(path.read_text() for path in (ROOT / "onecurve").rglob("*.py"))
+    used = set(re.findall(r"(?:faults\.at|context\.place)\(\"([^\"]+)\"", source))
+    assert used == set(faults.PLACES)
+    assert set(re.findall(r"faults\.poison\(\w+, \"([^\"]+)\"", source)) == set(faults.POISON_PLACES)
 
 
 def test_once_lets_a_restart_go_through(tmp_path):

@@ -122,7 +122,7 @@ def test_refusals(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureF
     (run / "corpus" / "tokenizer.json").write_text("{}")
     assert "tokenizer.json" in refused(capsys, str(run))
     shutil.rmtree(run / "corpus")
-    assert "corpus" in refused(capsys, str(run))
+    assert f"/bpe-corpus into {run / 'corpus'}" in refused(capsys, str(run))
     record = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(record | {"curve_id": "0" * 64}))
     assert main(["sample", str(run)]) == 2

@@ -34,6 +34,10 @@ class Fence:
 
     def check(self) -> None:
         """Raise Superseded unless the token still is ours."""
+        if not self.path.parent.exists():
+            raise Superseded(
+                f"{self.path.parent}: is gone, moved or removed while the run went on; resume it where it is"
+            )
         holder = read_fence(self.path)
         if holder is None or holder.get("token") != self.token:
             by = "nobody (its fence file is gone)" if holder is None else _who(holder)

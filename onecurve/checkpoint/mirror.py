@@ -29,6 +29,8 @@ from onecurve.urls import without_secrets
 _STEP = re.compile(r"step-\d{8}", re.ASCII)
 _BLOCK = 1 << 22
 ATTEMPTS = 3
+LOOKED_AT = 16  # checkpoints at a mirror, the newest: a run keeps fewer of its own there
+LOOK_SECONDS = 20.0
 
 
 class Remote:
@@ -49,6 +51,13 @@ class Remote:
 
     def path(self, *parts: str) -> str:
         return "/".join([self.root, *parts])
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is on this machine, links followed; None where it is elsewhere."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        return Path(self.root or "/").resolve() if isinstance(self.fs, LocalFileSystem) else None
 
     def steps(self) -> list[str]:
         """Names of the step folders there, newest first."""
@@ -73,6 +82,9 @@ class Remote:
 
     def put(self, local: Path) -> Manifest:
         """Copy a local checkpoint; every file is read back and compared."""
+        there = self.folder
+        if there is not None and there.exists() and there.samefile(local.parent):
+            raise MirrorFailed(f"{self.shown}: is the run's own folder of checkpoints, so there is nothing to copy")
         manifest = read_manifest(local)
         problems = check_folder(local, manifest)
         if problems:
@@ -104,7 +116,9 @@ class Remote:
         return hasher.hexdigest()
 
     def drop(self, name: str) -> None:
-        """Remove one step folder there, its commit mark first."""
+        """Remove one step folder there, its commit mark first. A link is left alone: what it leads to is no copy."""
+        if self.folder is not None and (self.folder / name).is_symlink():
+            raise MirrorFailed(f"{self.shown}/{name}: is a link; remove it, copies are folders")
         if self.fs.exists(self.path(name)):
             if self.fs.exists(self.path(name, MANIFEST_HASH)):
                 self.fs.rm_file(self.path(name, MANIFEST_HASH))
@@ -242,6 +256,30 @@ def fetch_latest(
             return path, reasons
         reasons.append(f"mirror: {error}")
     return None, reasons
+
+
+def local_folder(url: str) -> Path | None:
+    """Where a mirror is on this machine, links followed; None where it is elsewhere, or can't be reached."""
+    return attempt(lambda: Remote(url).folder, partial(_mirror_error, without_secrets(url), "it"))[0]
+
+
+def curves_at(url: str) -> set[str]:
+    """The curves of the newest checkpoints at a mirror, by their ids; what can't be read within LOOK_SECONDS is left
+    out."""
+    found: set[str] = set()
+
+    def look() -> None:
+        remote = Remote(url)
+        for name in remote.steps()[:LOOKED_AT]:
+            manifest, _ = attempt(partial(remote.manifest, name), partial(_mirror_error, "", name))
+            if manifest is not None:
+                found.add(manifest[0].curve_id)
+
+    run = partial(attempt, look, partial(_mirror_error, without_secrets(url), "its listing"))
+    thread = threading.Thread(target=run, name="mirror", daemon=True)
+    thread.start()
+    thread.join(LOOK_SECONDS)
+    return set(found)
 
 
 def _mirror_error(url: str, name: str, cause: BaseException) -> CheckpointError:

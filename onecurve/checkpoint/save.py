@@ -108,6 +108,8 @@ class PendingSave:
         if unknown:
             raise SaveFailed(f"info has no place for {', '.join(unknown)}; known are {', '.join(INFO_FIELDS)}")
         faults.at("save.begin", rank=self.rank, step=self.step)
+        if self.rank == 0 and self.fence is not None:
+            self.fence.check()  # before a folder is made: ours may have been moved
         return store.open_temp(self.folder, self.step).name if self.rank == 0 else ""
 
     def _take(self, optimizer: Saveable, scratch: list[np.ndarray]) -> None:

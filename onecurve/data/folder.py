@@ -23,10 +23,15 @@ def new_folder(out: Path) -> Iterator[Path]:
     if os.path.lexists(out):
         raise InputError(f"--out {show(out)}: it exists already; name a new folder or remove this one first")
     need_place(out, FOLDER, "--out", "name a place with room and rights")
+    for place in (out.resolve(), *out.resolve().parents):
+        if place.name == "checkpoints" and (place.parent / "run.json").exists():
+            raise InputError(
+                f"--out {show(out)}: it lies among the checkpoints of the run {show(place.parent)}; name another"
+            )
     try:
         with _parents(out):
-            _remove_abandoned(out)
-            folder, lock = _create_locked(out)
+            remove_abandoned(out.parent, _prefix(out))
+            folder, lock = create_locked(out.parent, _prefix(out))
             try:
                 yield folder
                 _sync(folder)
@@ -59,10 +64,11 @@ def _parents(out: Path) -> Iterator[None]:
         raise
 
 
-def _create_locked(out: Path) -> tuple[Path, int]:
+def create_locked(parent: Path, prefix: str, mode: int = 0o777) -> tuple[Path, int]:
+    """A new folder and a descriptor: while it is open, also in a child, `remove_abandoned` leaves the folder alone."""
     while True:
-        folder = out.parent / f"{_prefix(out)}{secrets.token_hex(4)}"
-        folder.mkdir()
+        folder = parent / f"{prefix}{secrets.token_hex(4)}"
+        folder.mkdir(mode)
         lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Between the two calls another process may have taken the folder for an abandoned one.
@@ -71,11 +77,15 @@ def _create_locked(out: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-def _remove_abandoned(out: Path) -> None:
-    for folder in out.parent.iterdir():
-        if not folder.name.startswith(_prefix(out)) or folder.is_symlink() or not folder.is_dir():
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the folders of `create_locked` whose owners are dead."""
+    for folder in parent.iterdir():
+        if not folder.name.startswith(prefix) or folder.is_symlink() or not folder.is_dir():
             continue
-        lock = os.open(folder, os.O_RDONLY)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or removed meanwhile
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

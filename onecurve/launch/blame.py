@@ -92,7 +92,7 @@ def error_path(folder: Path, rank: int) -> Path:
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Atomically, so that a reader sees the whole record or none. Raises OSError where it cannot be written."""
     path = error_path(folder, record["rank"])
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # not its parents: a run folder that was moved is not made again
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(record, indent=1))
     temporary.replace(path)

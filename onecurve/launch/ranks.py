@@ -47,8 +47,8 @@ def run_ranks(
     threads > 1 or the backend is not gloo: a forked child cannot use a second thread or CUDA safely; the worker must
     then be a top-level function). `progress(step, total, text)` is called in this process when rank 0 reports.
     `on_signal` = "stop": the first SIGTERM or SIGINT sets `context.stop_requested` on all ranks, a second ends
-    everything; "kill": the first ends everything. `lifeline` ties ranks to this process by a pipe also on Linux.
-    `limit_seconds` ends the whole call like a hang, with the stacks.
+    everything; "kill": the first ends everything, and counts also where all ranks just ended. `lifeline` ties the ranks
+    to this process by a pipe also on Linux. `limit_seconds` ends the whole call like a hang, with the stacks.
 
     Raises RunFailed with the first real error (rank, type, message, traceback) or the rank that vanished or hung;
     CheckFailed and InputError as a rank raised them; Stopped on request. `folder/errors/rank-N.json` holds each rank's
@@ -59,6 +59,8 @@ def run_ranks(
     if on_signal not in ("stop", "kill"):
         raise InputError(f"on_signal = {on_signal!r}: allowed are 'stop' and 'kill'")
     faults.arm_from_environment()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     blame.clear_records(folder)
     start = start or ("spawn" if threads > 1 or backend != "gloo" else "fork")
     if start == "fork":
@@ -76,7 +78,10 @@ def run_ranks(
     }
     processes = RankProcesses(worker, world, folder, start=start, lifeline=lifeline, **setups)
     with StopSignals(processes.board, at_once=on_signal == "kill") as signals, processes:
-        return _supervise(processes, signals, Watchdog(processes, stall_seconds, limit_seconds), progress)
+        results = _supervise(processes, signals, Watchdog(processes, stall_seconds, limit_seconds), progress)
+    if signals.abort and signals.at_once:  # looked at when our handlers are gone: from here on the caller's count
+        raise _ended_at_once(signals.abort)
+    return results
 
 
 def _supervise(
@@ -91,8 +96,7 @@ def _supervise(
             processes.kill()
             if all(member.message for member in processes.members):
                 break  # all had said how they ended, and only waited to leave together
-            name = signal.Signals(signals.abort).name
-            raise Stopped(f"ended at once by {name}; the newest checkpoint stays whole")
+            raise _ended_at_once(signals.abort)
         records = [member.record for member in processes.members if member.record is not None]
         failures = [record for record in records if record["exit_code"] != Stopped.exit_code]
         vanished = [member for member in processes.members if member.exit and member.exit.vanished]
@@ -122,11 +126,15 @@ def _supervise(
     return [member.result for member in processes.members]
 
 
+def _ended_at_once(signum: int) -> Stopped:
+    return Stopped(f"ended at once by {signal.Signals(signum).name}; the newest checkpoint stays whole")
+
+
 def _stalled(stall: Stall, folder: Path) -> RunFailed:
     """Every rank's state and stack to stderr and to `folder/errors/stacks.txt`; the one line in the error."""
     print(f"{stall.line}\n{stall.stacks}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
-        (folder / "errors").mkdir(parents=True, exist_ok=True)
+        (folder / "errors").mkdir(exist_ok=True)
         (folder / "errors" / "stacks.txt").write_text(f"{stall.line}\n{stall.stacks}\n")
     error = RunFailed(stall.line)
     error.rank = stall.rank

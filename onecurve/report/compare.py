@@ -1,4 +1,4 @@
-"""Two runs side by side: the same curve, or the first step that differs, and what differs between the runs.
+"""Two runs side by side: the same curve, a part of it, or the first step that differs; and how the runs differ.
 
 Values are compared by their bits as `metrics.jsonl` holds them; where both runs kept a checkpoint of a step, its state
 digest is compared too, because a loss can stay equal for a while after the weights have parted.
@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`first` holds every difference of the first step that differs; empty for the same curve."""
+    """`first` holds every difference of the first step that differs; empty where all that both have is equal."""
 
     a: Run
     b: Run
@@ -63,17 +63,28 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        return not self.first
+        """Whether both have the same steps, with the same bits."""
+        return not self.first and not self.gaps
+
+    @property
+    def gaps(self) -> list[str]:
+        """Which run begins later, which ends earlier than the other, in words."""
+        sides = {"A": self.a.rows.keys(), "B": self.b.rows.keys()}
+        begin, end = max(map(min, sides.values())), min(map(max, sides.values()))
+        late = [f"{name} begins at step {begin}" for name, steps in sides.items() if min(steps) == begin]
+        early = [f"{name} ends at step {end}" for name, steps in sides.items() if max(steps) == end]
+        return [text for found in (late, early) if len(found) == 1 for text in found]
 
     def lines(self) -> list[str]:
         """The comparison as plain text."""
         lines = [f"A  {printable(str(self.a.path))}", f"B  {printable(str(self.b.path))}"]
         lines += [f"note: {printable(note)}" for run in (self.a, self.b) for note in run.notes]
         digests = len(self.a.digests.keys() & self.b.digests.keys())
-        if self.same:
+        if not self.first:
             both = [step for step in self.a.rows.keys() & self.b.rows.keys() if _evaluated(self.a, self.b, step)]
             what = f"{self.steps} steps, {len(both)} validation losses and {digests} state digests"
-            lines.append(f"SAME CURVE  {what} are equal bit for bit")
+            verdict = "SAME CURVE" if self.same else "EQUAL SO FAR" if self.steps else "NO STEP IN COMMON"
+            lines.append("; ".join([f"{verdict}  {what} are equal bit for bit", *self.gaps]))
         else:
             step = self.first[0].step
             lines.append(f"DIFFERENT  step {step} is the first that differs, {self.steps} steps before it are equal")
@@ -97,7 +108,7 @@ def compare_runs(a: str | Path, b: str | Path) -> Comparison:
         first = list(_differences(step, left, right))
         if first:
             break
-        equal += step in left.rows
+        equal += step in left.rows and step in right.rows
     return Comparison(left, right, equal, first, list(_settings(left, right)))
 
 
@@ -134,7 +145,7 @@ def _differences(step: int, a: Run, b: Run) -> Iterator[Difference]:
             x, y = _value(a.rows[step], name), _value(b.rows[step], name)
             if (name != "val_loss" or _evaluated(a, b, step)) and _bits(x) != _bits(y):
                 yield Difference(step, name, x, y)
-    elif step in a.rows or step in b.rows:
+    elif any(min(run.rows) <= step <= max(run.rows) and step not in run.rows for run in (a, b)):  # a hole
         x, y = (_value(run.rows.get(step, {}), "loss") for run in (a, b))
         yield Difference(step, "loss", x, y)
     for key in a.digests.keys() & b.digests.keys():  # those hashed alike
@@ -200,6 +211,11 @@ def _changes(part: str, name: str, a: Any, b: Any) -> Iterator[tuple[str, str, s
 def _read_metrics(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     """Rows by step. A torn or foreign line is noted and left out: a run that was killed may end in one."""
     file = path / "metrics.jsonl"
+    if not file.exists() and next(path.glob("checkpoints/step-*/manifest.json"), None) is not None:
+        raise InputError(
+            f"run {path}: it has checkpoints but no metrics.jsonl, as where they came from a mirror, which keeps none; "
+            "compare the state digests that `onecurve inspect` shows"
+        )
     content = read_bytes(file, "metrics", "give the folder of a run that has begun")
     lines = content.decode("utf-8", errors="replace").splitlines()
     rows = dict[int, dict[str, Any]]()
@@ -217,7 +233,7 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
         if step in rows:
             notes.append(f"{file}: step {step} is there twice; the later row counts")
         rows[step] = row
-    missing = [step for step in range(1, max(rows, default=0)) if step not in rows]
+    missing = [step for step in range(min(rows, default=0), max(rows, default=0)) if step not in rows]
     if missing:
         notes.append(f"{file}: {len(missing)} steps are missing, the first is step {missing[0]}")
     if not rows:

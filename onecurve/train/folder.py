@@ -21,7 +21,7 @@ from onecurve.checkpoint.errors import DamagedCheckpoint, NewerCheckpoint
 from onecurve.checkpoint.lock import FENCE_NAME, LOCK_NAME
 from onecurve.checkpoint.mirror import fetch_latest
 from onecurve.checkpoint.reshard import check_fits
-from onecurve.config import Config, config_to_toml, make_config, resume_config
+from onecurve.config import Config, config_to_toml, curve_part, make_config, resume_config
 from onecurve.config_text import read_toml
 from onecurve.curve import curve_id
 from onecurve.data.text import keep_description
@@ -30,6 +30,7 @@ from onecurve.paths import read_bytes, show
 from onecurve.report.console import printable, say_on
 from onecurve.report.plan import parameters
 from onecurve.train.corpora import check_corpora
+from onecurve.train.mirror_place import check_mirror_place
 from onecurve.train.parts import new_loader
 from onecurve.train.plan import Plan
 from onecurve.train.preflight import preflight
@@ -63,6 +64,7 @@ def prepare(request: Request, plan: Plan, *, ranks_here: int) -> Plan | None:
     if begun:
         plan, notes = resumed(plan, request.overrides)
     refuse_strangers(plan)
+    check_mirror_place(plan)
     notes = [*clean_leftovers(folder / "checkpoints"), *notes]
     steps = plan.config.train.steps
     if plan.resume and (plan.config.checkpoint.mirror or newest_step(folder) >= steps):
@@ -104,24 +106,39 @@ def leaving_nothing(folder: Path) -> Iterator[Fence]:
 
 def resumed(plan: Plan, overrides: tuple[str, ...]) -> tuple[Plan, list[str]]:
     """The plan of a run that is there: its own curve, the layout given now; and what of the config is not applied.
-    Raises InputError if the data changed."""
+    Raises InputError if its config or the data changed."""
     path = plan.folder / "config.toml"
     tables = read_toml(path, "put the config there that the run was started with, or start a new run in another --run")
     try:
         stored = make_config(tables)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    config, notes = resume_config(plan.config, stored, overrides)
     record = read_record(plan.folder)
-    fingerprint = new_loader(config).fingerprint
-    identity = curve_id(config, fingerprint, record["parent"] or None)
+    fingerprint = new_loader(stored).fingerprint
+    identity = curve_id(stored, fingerprint, record["parent"] or None)
     if identity != record["curve_id"]:
+        cause, cure = why_another(stored, plan.config, record["data_fingerprint"], fingerprint)
         raise InputError(
-            f"{plan.folder}: its curve is {record['curve_id'][:8]}, but its config and the corpus as they are now make "
-            f"{identity[:8]}; bring the corpus back (fingerprint {record['data_fingerprint'][:16]}), or start a new run"
+            f"{plan.folder}: its curve is {record['curve_id'][:8]}, but what is there now makes {identity[:8]}: "
+            f"{cause}; {cure}, or start a new run"
         )
+    config, notes = resume_config(plan.config, stored, overrides)
     parent = Path(record["parent_path"]) if record["parent_path"] else None
     return replace(plan, config=config, curve_id=identity, parent=parent, parent_digest=record["parent"]), notes
+
+
+def why_another(stored: Config, given: Config, recorded: str, found: str) -> tuple[str, str]:
+    """Why a run's config and corpus make another curve than its record has, and the cure. The built-in corpus follows
+    from the config alone."""
+    if recorded != found and stored.data.source != "cycle":
+        cause = f"the corpus {show(stored.data.source)} has the fingerprint {found[:16]}, the run's has {recorded[:16]}"
+        return cause, "bring the corpus back (or data.source in config.toml)"
+    mine, asked = curve_part(stored), curve_part(given)
+    changed = [
+        f"{section}.{key}" for section in mine for key in mine[section] if mine[section][key] != asked[section][key]
+    ]
+    keys = f" ({', '.join(changed)}: not as in the config given here)" if changed else ""
+    return "its config.toml was edited", f"put back what it said{keys}"
 
 
 def refuse_strangers(plan: Plan) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from onecurve.checkpoint import clean_leftovers
+from onecurve.checkpoint import clean_leftovers, list_steps
 from onecurve.checkpoint.store import step_name
 from onecurve.config import Config
 from onecurve.errors import InputError, OnecurveError, RunFailed, Stopped
@@ -72,6 +72,8 @@ def run_once(plan: Plan, attempt: int) -> dict[str, Any]:
     """Start the ranks, wait for them, and return what rank 0 does. A bar on a terminal; off one, rank 0 prints its own
     lines."""
     if attempt:
+        if plan.fence is not None:
+            plan.fence.check()  # the folder may have been moved, or taken, since
         clean_leftovers(plan.folder / "checkpoints")
         plan = replace(plan, resume=True)
     limits, numerics, steps = plan.config.limits, plan.config.numerics, plan.config.train.steps
@@ -126,8 +128,10 @@ def ending(request: Request, plan: Plan) -> Iterator[None]:
         newest = newest_step(plan.folder)
         log_event(plan.folder, "error", newest, text=str(error).splitlines()[0])
         if error.exit_code == RunFailed.exit_code:
-            there = f"the newest checkpoint is that of step {newest}" if newest else "there is no checkpoint yet"
-            error.args = (f"{error}\n{there}; resume with: {request.again(plan.folder)}",)
+            saved = list_steps(plan.folder / "checkpoints")
+            there = f"the newest checkpoint is that of step {newest}" if saved else "there is no checkpoint yet"
+            if plan.folder.exists():  # else it was moved, and the error says so
+                error.args = (f"{error}\n{there}; resume with: {request.again(plan.folder)}",)
         raise
 
 

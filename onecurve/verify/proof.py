@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from onecurve.config import Config, make_config
 from onecurve.curve import curve_id
+from onecurve.data.folder import create_locked, remove_abandoned
 from onecurve.errors import OnecurveError, RunFailed, Stopped
 from onecurve.launch import run_ranks
 from onecurve.report.console import table
@@ -25,6 +27,7 @@ from onecurve.verify.watch import LINES, verify_rank
 
 VALUES = ("loss", "grad_norm", "param_norm")
 STALL_SECONDS = 60.0  # at most: these steps are short
+FOLDERS = "onecurve-verify-"
 Lines = list[dict[str, Any]]
 Steps = dict[int, Lines]  # the lines of each step, more than one where the run was rewound
 
@@ -122,12 +125,14 @@ def prove(
     """Compare layouts of `config`, each over the first steps of its curve. `progress(done, total, next)` is told of
     each run. `control` breaks a clause of the contract on every layout but the reference (see controls.py).
 
-    Raises InputError for a config or corpus that can't be trained, RunFailed if the reference itself fails.
+    Raises InputError for a config or corpus that can't be trained, RunFailed if the reference itself fails, Stopped on
+    a signal.
     """
     if control:
         find(control)
     chosen = list(combinations or (quick_matrix(config) if quick else full_matrix(config)))
     identity = curve_id(config, new_loader(config, full_check=True).fingerprint)
+    remove_abandoned(Path(tempfile.gettempdir()), FOLDERS)
     runner = _Runner(config, identity, control)
     total = 1 + len(chosen)
     base = reference(config)
@@ -206,7 +211,7 @@ class _Runner:
         """(its steps in the order in which they were done, seconds, what it failed with)."""
         began = time.monotonic()
         failure: OnecurveError | None = None
-        folder = Path(tempfile.mkdtemp(prefix="onecurve-verify-"))
+        folder, lock = create_locked(Path(tempfile.gettempdir()), FOLDERS, 0o700)
         try:
             for number, leg in enumerate(combination.legs):
                 try:
@@ -214,7 +219,7 @@ class _Runner:
                     if leg.kill:
                         failure = RunFailed(f"{leg}: the rank was never there")
                 except Stopped:
-                    raise
+                    raise Stopped("stopped on request; nothing is proved") from None
                 except OnecurveError as error:
                     if leg.kill is None or error.rank != leg.kill.rank or not isinstance(error, RunFailed):
                         failure = error
@@ -223,6 +228,7 @@ class _Runner:
             lines = read_lines(folder / LINES)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
         return lines, time.monotonic() - began, failure
 
     def _run_leg(self, leg: Leg, folder: Path, *, resume: bool, keep: bool) -> None:
@@ -246,6 +252,7 @@ class _Runner:
             folder=folder,
             stall_seconds=min(config.limits.stall_seconds, STALL_SECONDS),
             threads=config.numerics.threads,
+            on_signal="kill",
         )
 
 

@@ -178,3 +178,19 @@ def test_64_mib_of_dev_shm(new_run, reference, sets):
         pytest.skip("can't mount in a namespace of its own here")
     assert code == 0, run.errors
     assert run.result() == reference(*sets)
+
+
+@pytest.mark.parametrize("found_by", ["save", "restart"])
+def test_a_folder_that_is_moved_is_not_made_again(new_run, tmp_path, reference, found_by):
+    """Its next save or restart says so; the run goes on where the folder is now."""
+    run = new_run()
+    fault = "kill:place=forward,step=4,rank=1;" * (found_by == "restart")
+    command = run.start(armed=f"{fault}slow:place=forward,seconds=0.03,times=0,rank=0", flags=("--restarts", "1"))
+    run.wait_for_row(2)
+    run.folder.rename(tmp_path / "moved")
+    assert command.wait() == 3
+    assert f"{run.folder}: is gone, moved or removed while the run went on; resume it where it is" in run.errors
+    assert not run.folder.exists() and "resume with" not in run.errors and "Traceback" not in run.errors
+    run.folder = tmp_path / "moved"
+    assert run.train(resume=True) == 0
+    assert run.result() == reference()

@@ -143,6 +143,8 @@ def test_refusals(runs: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
         assert "exists already" in refused(capsys, run, tmp_path / name)
     assert "file is not a folder" in refused(capsys, run, file / "x")
     assert "can't be written" in refused(capsys, run, "/proc/x")
+    for name in ("checkpoints/new", "checkpoints/step-00000009/new"):
+        assert f"among the checkpoints of the run {run}" in refused(capsys, run, run / name)
     for place in (tmp_path, tmp_path / "nowhere", file):
         assert "no run there" in refused(capsys, place, tmp_path / "new")
     assert "names no run" in refused(capsys, "@2", tmp_path / "new")
@@ -154,7 +156,9 @@ def test_refusals(runs: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
     assert "gguf" in line and "transformers and safetensors" in line
     broken = Path(shutil.copytree(runs["bpe"], tmp_path / "broken"))
     (broken / "corpus" / "tokenizer.json").write_text("{}")
-    assert "tokenizer.json" in refused(capsys, broken, tmp_path / "new")
+    line = refused(capsys, broken, tmp_path / "new")
+    assert "tokenizer.json: it is not the one that the corpus was made with; copy manifest.json, and tokenizer" in line
+    assert f"/merges into {broken / 'corpus'}" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file", "link"]
     assert file.read_text() == "mine"
 

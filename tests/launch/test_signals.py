@@ -8,7 +8,7 @@ import time
 import pytest
 
 from onecurve.errors import Stopped
-from onecurve.launch import rank, run_ranks
+from onecurve.launch import rank, ranks, run_ranks
 from tests.launch.helpers import Command, announce, leftovers, rank_pids, stepping_worker
 
 RUNS = 10
@@ -134,3 +134,18 @@ def test_handlers_are_restored(tmp_path):
     before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)]
     run_ranks(lambda context: 1, 2, folder=tmp_path)
     assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_signal_when_the_ranks_have_just_ended_is_not_lost(tmp_path, monkeypatch):
+    """Whoever lets nothing be saved wants to hear of every one: more may come after these ranks."""
+    real = ranks._supervise
+
+    def late(*arguments):
+        results = real(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return results
+
+    monkeypatch.setattr(ranks, "_supervise", late)
+    with pytest.raises(Stopped, match="by SIGTERM"):
+        run_ranks(lambda context: context.rank, 1, folder=tmp_path, on_signal="kill")
+    assert run_ranks(lambda context: context.rank, 1, folder=tmp_path) == [0]

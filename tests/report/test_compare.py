@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from onecurve.cli import main
 from onecurve.config import config_to_toml, load_config
 from onecurve.errors import InputError
 from onecurve.report.compare import compare_runs, ulps_apart
@@ -93,10 +94,34 @@ def test_digests_of_chunks_hashed_otherwise_are_not_compared(tmp_path: Path) -> 
     assert [(d.step, d.a, d.b) for d in compare_runs(b, c).first] == [(2, "new", "other")]
 
 
-def test_a_shorter_run_differs_at_its_end(tmp_path: Path) -> None:
-    result = compare_runs(write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", ROWS[:3]))
-    assert [(d.step, d.a, d.b) for d in result.first] == [(4, 1.0, None)] and result.steps == 3
-    assert "none" in "\n".join(result.lines())
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (ROWS[:3], "EQUAL SO FAR  3 steps, 0 validation losses and 0 state digests are equal bit for bit; B ends at "),
+        (ROWS[2:], "0 state digests are equal bit for bit; B begins at step 3"),
+        (ROWS[1:4], "bit for bit; B begins at step 2; B ends at step 4"),
+        ([row(6)], "NO STEP IN COMMON  0 steps, "),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_run_is_equal_so_far_and_not_the_same_curve(tmp_path: Path, part: Any, says: str) -> None:
+    """Stopped early, or brought from a mirror: the rows before that are gone."""
+    a, b = write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", part)
+    result = compare_runs(a, b)
+    assert not result.same and result.first == []
+    assert says in "\n".join(result.lines()) and "DIFFERENT" not in "\n".join(result.lines())
+    assert main(["compare", str(b), str(a)]) == 1
+
+
+def test_a_part_with_other_bits_is_different(tmp_path: Path) -> None:
+    result = compare_runs(write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", changed(2, loss=1.5)[:3]))
+    assert [(d.step, d.name) for d in result.first] == [(2, "loss")]
+
+
+def test_checkpoints_without_metrics_are_told_from_no_run(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", ROWS, digests={5: "d"})
+    (b / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match="it has checkpoints but no metrics"):
+        compare_runs(a, b)
 
 
 def test_not_a_number_equals_itself_and_nothing_else(tmp_path: Path) -> None:

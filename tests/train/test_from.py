@@ -85,6 +85,12 @@ def test_killed_before_its_first_checkpoint_and_resumed_as_it_says(
     assert record(run)["curve_id"] == record(child)["curve_id"]
 
 
+def test_the_checkpoint_of_step_0_is_one(parent: Path, tmp_path: Path, capfd: Captured) -> None:
+    faults.arm("kill:rank=1,step=0,place=forward")
+    assert start(tmp_path / "new", parent) == 3
+    assert "the newest checkpoint is that of step 0; resume with: " in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("change", ["gone", pytest.param("another state", marks=pytest.mark.slow)])
 def test_without_a_checkpoint_or_its_parent_it_is_refused(
     parent: Path, tmp_path: Path, change: str, capfd: Captured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from onecurve.data.loader import Loader
 from onecurve.data.prepare import prepare
 from onecurve.data.text import open_corpus
 from onecurve.report.compare import compare_runs
-from tests.commands import curve, rows, train_here
+from tests.commands import DEMO, Complain, complaint, curve, rows, train_here
 
 STEPS = 12
 SETTINGS = [
@@ -166,3 +167,23 @@ def test_the_rate_depends_on_neither_ranks_nor_accumulation(
     assert train_here(tmp_path / "run", *SETTINGS, f"data.source={corpus}", *changed) == 0
     assert [row["lr"] for row in rows(tmp_path / "run")] == [row["lr"] for row in rows(reference)]
     assert {row["tokens"] for row in rows(tmp_path / "run")} == {4 * accumulate * 16}
+
+
+def test_a_resume_tells_an_edited_config_from_another_corpus(
+    corpus: Path, reference: Path, tmp_path: Path, capfd: Complain
+) -> None:
+    run = Path(shutil.copytree(reference, tmp_path / "run"))
+    settings = [part for text in (*SETTINGS, f"data.source={corpus}") for part in ("--set", text)]
+    words = ("train", DEMO, "--run", run, "--resume", *settings)
+    config = run / "config.toml"
+    text = config.read_text()
+    config.write_text(text.replace("weight_decay = 0.1", "weight_decay = 0.2"))
+    said = complaint(capfd, *words)
+    assert "its config.toml was edited; put back what it said (optimizer.weight_decay: not as in the config" in said
+    (tmp_path / "texts").mkdir()
+    for name in "abcdefgh":
+        (tmp_path / "texts" / name).with_suffix(".txt").write_text(f"another river {name} " * 90)
+    prepare([tmp_path / "texts"], tmp_path / "other", val_fraction=0.2)
+    config.write_text(text.replace(str(corpus), str(tmp_path / "other")))
+    said = complaint(capfd, *words[:-1], f"data.source={tmp_path / 'other'}")
+    assert "the corpus " in said and "/other has the fingerprint " in said and "bring the corpus back" in said
