@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -169,7 +170,8 @@ def test_the_demos_result_is_the_exit_code(result: int | None, code: int, monkey
 
 
 def test_a_reader_that_goes_away_is_met_quietly() -> None:
-    command = f"{sys.executable} -m onecurve.cli plan {DEMO} | sleep 0; exit ${{PIPESTATUS[0]}}"
+    plan = shlex.join([sys.executable, "-m", "onecurve.cli", "plan", str(DEMO)])
+    command = f"{plan} | sleep 0; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode in (0, BROKEN_PIPE) and done.stderr == ""
 

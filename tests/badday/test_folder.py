@@ -101,9 +101,8 @@ def test_a_save_that_fails_once_is_what_restarts_are_for(new_run, reference, tmp
 LONG = ("train.steps=200", "checkpoint.every_steps=20")
 
 
-@pytest.mark.parametrize(
-    "left", [pytest.param(0, id="nothing left", marks=pytest.mark.slow), pytest.param(24, id="24 KiB left")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [0, 24], ids=["nothing left", "24 KiB left"])
 def test_case_8_a_disk_that_fills(disk, tmp_path, reference, left):
     """Case 8. A tmpfs of 2 MiB; something else takes the room while the run trains."""
     folder = disk("size=2m")

@@ -32,10 +32,10 @@ def test_a_silent_rank_is_found(new_run, reference, how):
     assert run.result() == reference()
 
 
-IN_A_SAVE = [pytest.param(place, marks=pytest.mark.slow) for place in ("save.write", "save.commit")]
+ELSEWHERE = [pytest.param(place, marks=pytest.mark.slow) for place in ("evaluation", "save.write", "save.commit")]
 
 
-@pytest.mark.parametrize("place", ["evaluation", "save", *IN_A_SAVE])
+@pytest.mark.parametrize("place", ["save", *ELSEWHERE])
 def test_in_an_evaluation_and_in_a_save(new_run, place):
     run = new_run("observe.eval_every=5")
     rank = 0 if place == "save.commit" else 3

@@ -36,6 +36,7 @@ def test_a_folder(new_run, reference, tmp_path):
     loses_its_disk(new_run("checkpoint.background=false"), reference, f"file://{tmp_path}/second place")
 
 
+@pytest.mark.slow
 def test_a_copy_slower_than_the_watchdog_is_waited_for(new_run, tmp_path):
     """The last copy is made when the ranks have nothing else to do; that is no hang."""
     real = mirror_module.Remote._put

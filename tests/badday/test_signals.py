@@ -107,7 +107,7 @@ def test_a_second_signal_ends_at_once_and_the_last_checkpoint_is_whole(new_run, 
     assert run.result() == reference()
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT"])
+@pytest.mark.parametrize("name", ["TERM", pytest.param("INT", marks=pytest.mark.slow)])
 def test_signals_without_end_after_the_state_is_saved(new_run, name):
     """In a fresh interpreter, to the last moment of its own ending: what is saved and said stays so."""
     run = new_run("train.steps=100000", "checkpoint.every_steps=1000")

@@ -81,7 +81,7 @@ def killed_and_resumed(run, reference, layout, killed):
     assert run.result() == reference(*SPIKE)
 
 
-@pytest.mark.parametrize("killed", KILLED)
+@pytest.mark.parametrize("killed", [KILLED[0], *(pytest.param(k, marks=pytest.mark.slow) for k in KILLED[1:])])
 def test_killed_right_after_the_rollback_and_resumed(new_run, reference, killed):
     killed_and_resumed(new_run(*SPIKE), reference, ("layout.dp=4",), killed)
 

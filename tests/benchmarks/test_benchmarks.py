@@ -95,6 +95,7 @@ def test_ranks_are_put_together_by_the_slowest_and_the_sum() -> None:
     assert measure.together(ranks, steps=2) == ({"a": [1.5, 2.0]}, {"a": [1.0, 0.5]})
 
 
+@pytest.mark.slow
 def test_checkpoint(tmp_path: Path) -> None:
     few = ["--rounds", "1", "--elements", "65536", "--ranks", "2"]
     out, figures = run(tmp_path, "checkpoint", *few)
@@ -104,6 +105,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert all(min(f["seconds"]) > 0 for f in figures["figures"])
 
 
+@pytest.mark.slow
 def test_saves(tmp_path: Path) -> None:
     out, figures = run(tmp_path, "saves", "--model", "demo", "--rounds", "1", "--every", "3", "--width", "2")
     assert "background" in out and len(figures["twins"]) == 3

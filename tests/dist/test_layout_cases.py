@@ -105,7 +105,10 @@ def first_use(name: str) -> str:
     return "embedding.token" if name == "head.weight" else name
 
 
-@pytest.mark.parametrize("stage", range(4))
+SLOW_STAGES = [pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("stage", [*SLOW_STAGES, 3])
 def test_50_steps_agree_with_plain_pytorch_at_every_stage(stage, tmp_path):
     assert train_here(tmp_path / "run", *FULL, f"layout.zero={stage}", "layout.dp=3", "checkpoint.every_steps=0") == 0
     theirs = reference(load_config(DEMO, FULL))

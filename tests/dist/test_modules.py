@@ -45,6 +45,7 @@ def test_every_stage_and_accumulation_is_one_curve(name, width, alone):
         assert found == alone(name), f"rank {rank}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["p2p", "alltoall"])
 @pytest.mark.parametrize("name", ["sizes", "mixed", "only-tiny"])
 def test_every_transport_is_one_curve(name, transport, alone):

@@ -55,6 +55,7 @@ def test_runs_to_the_end(tmp_path):
     assert [(tmp_path / f"threads-{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
+@pytest.mark.slow
 def test_an_error_is_recorded_and_blamed(tmp_path):
     process = torchrun(tmp_path, 5, "raise:rank=1,step=3")
     _, errors = process.communicate(timeout=60)
@@ -67,6 +68,7 @@ def test_an_error_is_recorded_and_blamed(tmp_path):
     assert "InjectedFault: injected at rank=1" in errors.partition("Root Cause")[2]
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_stops_all_at_one_step(tmp_path):
     process = torchrun(tmp_path, 100_000)
     limit = time.monotonic() + 40

@@ -102,6 +102,7 @@ def test_a_rank_that_is_done_may_wait_for_the_others(tmp_path):
     assert run_ranks(worker, 2, folder=tmp_path, stall_seconds=0.5) == [0, 1]
 
 
+@pytest.mark.slow
 def test_time_in_which_everything_slept_is_not_counted(tmp_path):
     """The whole tree is frozen for longer than stall_seconds, as on a laptop with its lid closed."""
     command = Command(
