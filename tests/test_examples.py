@@ -59,6 +59,7 @@ def gpt2_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
     return folder, printed
 
 
+@pytest.mark.slow
 def test_own_module_killed_and_resumed_on_another_layout_is_the_curve_of_one_rank(
     own_alone: list[str], tmp_path: Path
 ) -> None:

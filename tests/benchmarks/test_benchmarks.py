@@ -25,6 +25,7 @@ def run(tmp_path: Path, module: str, *arguments: str) -> tuple[str, dict[str, An
     return done.stdout, json.loads(figures.read_text())
 
 
+@pytest.mark.slow
 def test_step_does_the_same_work_in_every_system(tmp_path: Path) -> None:
     out, figures = run(tmp_path, "step", "--model", "demo", "--width", "2", "--rounds", "2", "--steps", "5")
     (one,) = figures["runs"]

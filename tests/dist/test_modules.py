@@ -38,7 +38,7 @@ def alone():
     return of
 
 
-@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("width", [pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", MODULES)
 def test_every_stage_and_accumulation_is_one_curve(name, width, alone):
     for rank, found in enumerate(run_dist(every_stage, width, name)):

@@ -122,6 +122,7 @@ def rehearse(kills: int, tmp_path: Path, reference, capsys) -> None:
         print("\n".join(done))
 
 
+@pytest.mark.slow
 def test_three_random_kills(tmp_path, reference, capsys):
     rehearse(3, tmp_path, reference, capsys)
 

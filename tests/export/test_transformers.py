@@ -20,6 +20,8 @@ from onecurve.cli import main
 from onecurve.model import GPT
 from onecurve.trained import Trained, open_trained
 
+pytestmark = pytest.mark.slow  # importing transformers takes as long as many other tests together
+
 # Not bits: GPT-2 multiplies by the transposed matrix and adds a bias, so a sum may be ordered otherwise than in ours.
 # In float64 that touches the last of 16 digits, and any other difference shows.
 AGREE = 1e-10

@@ -78,6 +78,7 @@ def test_a_workers_arguments_are_not_on_a_command_line(tmp_path):
     assert run_ranks(functools.partial(exposed, secret="hunter2"), 2, folder=tmp_path, threads=2) == [[False] * 2] * 2
 
 
+@pytest.mark.slow
 def test_fresh_interpreters_report_errors_alike(tmp_path):
     with pytest.raises(RunFailed, match="rank 0 failed: ValueError"):
         run_ranks(functools.partial(sum_over_ranks, factor="x"), 1, folder=tmp_path, start="spawn")

@@ -100,7 +100,7 @@ def test_one_rank_killed_late_and_resumed(background: str, step: int, tmp_path: 
         assert [e["step"] for e in events(run) if e["event"] == "resume"] == [10]
 
 
-@pytest.mark.parametrize("dp", [4, 2])
+@pytest.mark.parametrize("dp", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_whole_tree_killed_and_resumed(dp: int, tmp_path: Path, undisturbed: Path) -> None:
     """Parent and ranks at once, between steps 11 and 19; resumed on as many ranks, or on fewer."""
     run, mark = tmp_path / "run", uuid.uuid4().hex

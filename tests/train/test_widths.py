@@ -32,8 +32,14 @@ def differing(found: dict[int, tuple[list, str]]) -> list[int]:
 
 @pytest.mark.parametrize(
     "sets",
-    [(), ("train.leaves=8", "train.accumulate=2", "optimizer.clip=1.0", "optimizer.weight_decay=0.1")],
-    ids=["demo", "8 leaves of 2"],
+    [
+        pytest.param((), id="demo"),
+        pytest.param(
+            ("train.leaves=8", "train.accumulate=2", "optimizer.clip=1.0", "optimizer.weight_decay=0.1"),
+            id="8 leaves of 2",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_every_width_draws_the_same_curve(tmp_path: Path, sets: tuple[str, ...]) -> None:
     assert differing(runs_at_every_width(tmp_path, *sets)) == []
